@@ -99,6 +99,8 @@ def run(args: CheckArguments) -> int:
     print(*equations(resolved), *predicted, *unread, sep="\n")
     if not args.inputs:
         print("not read: tokens of the data, code of the model (--inputs reads them, in seconds)")
+    if (weights := resolved.config.checkpoint.initialize_from) is not None:
+        print(f"not read: weights of checkpoint.initialize_from = {weights}")
     verdict = "this run can start where these can be used" if unread else "this run can start"
     print(f"{verdict}; {next_lines(train_line(words, size))}")
     return 0

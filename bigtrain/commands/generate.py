@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from bigtrain.errors import ModelError
-from bigtrain.system.arguments import File
+from bigtrain.system.arguments import File, Positive, Seed, non_negative, probability
 from bigtrain.system.text_files import TextFileError, read_text
 
 
@@ -28,13 +28,13 @@ class GenerateArguments:
     messages: File | None = None
     """with --chat: a JSON list of messages to begin with; if the last one is the user's, only
     answer it"""
-    max_new_tokens: int = 128
-    """maximum new tokens (default: 128)"""
-    temperature: float = 0.8
+    max_new_tokens: Positive = 128
+    """maximum new tokens, or fewer where the model's positions end (default: 128)"""
+    temperature: Annotated[float, non_negative] = 0.8
     """0 always selects the most likely token (default: 0.8)"""
-    top_p: float = 0.95
+    top_p: Annotated[float, probability] = 0.95
     """nucleus to sample from (default: 0.95)"""
-    seed: int = 0
+    seed: Seed = 0
     """seed of the sampling (default: 0)"""
     compare_with: str | None = None
     """address of an OpenAI-compatible server of the model (vLLM, SGLang, llama.cpp): compare its

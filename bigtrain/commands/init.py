@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.system.arguments import Argument, File, Positive, positive_int
+from bigtrain.system.arguments import Argument, File, Positive, above_zero, positive_int
 from bigtrain.system.next_commands import next_lines
 
 
@@ -40,13 +40,13 @@ class InitArguments:
     """plan the layout for these: 8xH100-80GB, 2xCPU (default: one rank, not planned)"""
     steps: Positive | None = None
     """optimizer steps of the run (default: 1000)"""
-    epochs: Annotated[float | None, "E"] = None
+    epochs: Annotated[float | None, above_zero, "E"] = None
     """instead of --steps: times that the data is read"""
     sequence_length: Positive | None = None
     """tokens per sample (default: 1024, or the model's positions)"""
     global_batch_size: Positive | None = None
     """samples per optimizer step (default: 64, or less for few shards)"""
-    lr: Annotated[float | None, "RATE"] = None
+    lr: Annotated[float | None, above_zero, "RATE"] = None
     """peak learning rate (default: 2e-5 for trained weights, 2e-4 for adapters, 3e-4 for a new
     model)"""
     run_directory: Annotated[str | None, "DIR"] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -23,7 +24,15 @@ from bigtrain.errors import (
     Problem,
     one_line,
 )
-from bigtrain.system.arguments import Argument, Directory, Positive, command_words
+from bigtrain.system.arguments import (
+    Argument,
+    Directory,
+    Positive,
+    above_zero,
+    add_arguments,
+    command_words,
+    read_arguments,
+)
 from bigtrain.system.next_commands import next_lines, train_line
 
 if TYPE_CHECKING:
@@ -53,7 +62,7 @@ class StartArguments:
     devices: Annotated[str | None, "NxDEVICE"] = None
     """plan the layout for these: 8xH100-80GB, 2xCPU; a number: of the devices of this machine
     (default: the GPUs of this machine, else one process on its CPU)"""
-    epochs: Annotated[float, "E"] = 1.0
+    epochs: Annotated[float, above_zero, "E"] = 1.0
     """times that the data is read (default: 1)"""
     sequence_length: Positive | None = None
     """tokens per sample (default: by the data, at most the model's positions)"""
@@ -108,8 +117,13 @@ def run(args: StartArguments) -> int:
 def _start(args: StartArguments, directory: Path) -> int:
     """Tokenize, write the run YAML, train and export; return the exit code of the run. Raises
     BigtrainError."""
-    started = _read_record(directory, command_words(args))
+    started, keeps_shards = _read_record(directory, args)
     new_run = _checked_run(args, directory)
+    missing_folders = [path for path in (directory, *directory.parents) if not path.exists()]
+    if not keeps_shards and (directory / SHARDS).exists():
+        removed_text = "removed: tokens of other data, of a start that has written no run"
+        print(f"{directory / SHARDS}: {removed_text}", flush=True)
+        _remove_shards(directory / SHARDS)
     started.write(directory)
 
     # Shards: of the format that is found, unless they are shards already.
@@ -118,7 +132,7 @@ def _start(args: StartArguments, directory: Path) -> int:
         try:
             _tokenize(args, shards, started.held_out)
         except BigtrainError as error:
-            _remove_if_unused(directory)
+            _remove_if_unused(directory, missing_folders)
             _explain_options(args, error)
             raise
 
@@ -135,13 +149,10 @@ def _start(args: StartArguments, directory: Path) -> int:
         except ConfigError as error:
             # The fraction that is held out was chosen here, and the user has not asked for it.
             if new_run.is_tokenized or not all(map(is_short_held_out, error.problems)):
+                _remove_if_unused(directory, missing_folders)
                 raise
             print(f"{error.problems[0].rule}; tokenized again without held-out documents")
-            # Renamed first: what is left of an interrupted removal is no dataset.
-            removed = shards.with_name(f".{SHARDS}.removed")
-            shutil.rmtree(removed, ignore_errors=True)
-            shards.rename(removed)
-            shutil.rmtree(removed)
+            _remove_shards(shards)
             started = replace(started, held_out=0.0)
             started.write(directory)
             _tokenize(args, shards, started.held_out)
@@ -168,7 +179,9 @@ def _start(args: StartArguments, directory: Path) -> int:
 def _explain_options(args: StartArguments, error: BigtrainError) -> None:
     """Append to `error` how options that it names and `start` does not have are used."""
     options = {f"--{field.name.replace('_', '-')}" for field in fields(args)}
-    named_options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", str(error))
+    # Of the remedies only: a rule names the format of rows as `--format NAME`.
+    remedies = " ".join(re.findall(r" -> (.*)", str(error)))
+    named_options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", remedies)
     foreign_options = sorted({*named_options} - options)
     if foreign_options:
         line = shlex.join(["bigtrain", "start", "--model", args.model, "--data", "SHARDS"])
@@ -176,11 +189,23 @@ def _explain_options(args: StartArguments, error: BigtrainError) -> None:
         error.add_note(f"{text}with what you need, and then, with the directory it writes: {line}")
 
 
-def _remove_if_unused(directory: Path) -> None:
-    """Remove the directory of a start that has written nothing but its record."""
+def _remove_if_unused(directory: Path, missing_folders: list[Path]) -> None:
+    """Remove the directory of a start that has written nothing but its record, and its parents
+    among `missing_folders`, which the start has made."""
     if [entry.name for entry in directory.iterdir()] == [RECORD]:
         (directory / RECORD).unlink()
         directory.rmdir()
+        for parent in missing_folders[1:]:
+            if not any(parent.iterdir()):
+                parent.rmdir()
+
+
+def _remove_shards(shards: Path) -> None:
+    """Remove the directory `shards`, renamed first: after an interruption it is no dataset."""
+    removed = shards.with_name(f".{SHARDS}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    shards.rename(removed)
+    shutil.rmtree(removed)
 
 
 def _stem(name: str) -> str:
@@ -188,10 +213,17 @@ def _stem(name: str) -> str:
     return Path(name.rstrip("/")).name.split(".jsonl")[0].removesuffix(Path(name).suffix) or "data"
 
 
-def _read_record(directory: Path, options: list[str]) -> StartRecord:
-    """Return the record of an earlier start in `directory`, or a new one. Raises ConfigError for
-    other options, for a directory of something else, and for one that cannot be written."""
+def _read_record(directory: Path, args: StartArguments) -> tuple[StartRecord, bool]:
+    """Return the record of an earlier start in `directory`, or a new one, and whether shards there
+    are of the data of `args`.
+
+    A start that was refused before it had a run YAML may be repeated with other options. Raises
+    ConfigError for other options of a run, for a directory of something else, and for one that
+    cannot be written.
+    """
     from bigtrain.system.files import why_not_creatable
+
+    options = command_words(args)
 
     if (rule := why_not_creatable(directory)) is not None:
         raise ConfigError(Problem("--output", str(directory), rule, "choose another one"))
@@ -201,22 +233,30 @@ def _read_record(directory: Path, options: list[str]) -> StartRecord:
         if directory.is_dir() and any(directory.iterdir()):
             rule, remedy = "holds files of something else than a start", "another --output"
             raise ConfigError(Problem("--output", str(directory), rule, remedy)) from None
-        return StartRecord(options)
+        return StartRecord(options), True
     except (OSError, ValueError, TypeError) as error:
         rule = f"its {RECORD} is no record of a start ({one_line(error)})"
         remedy = "another --output; or restore the file, without which the run is not known"
         raise ConfigError(Problem("--output", str(directory), rule, remedy)) from error
-    if started.options != options and [entry.name for entry in directory.iterdir()] != [RECORD]:
+    if started.options == options:
+        return started, True
+    if (directory / RUN_YAML).exists():
         rule = f"was started with other options: {shlex.join(started.options)}"
         remedy = f"the same options (settings: edit {directory / RUN_YAML}), or another --output"
         raise ConfigError(Problem("--output", str(directory), rule, remedy))
-    return started if started.options == options else StartRecord(options)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, StartArguments, has_help=False)
+    earlier = read_arguments(parser.parse_args(started.options))
+    data_options = ("model", "data", "chat", "preference", "text")
+    keeps_shards = all(getattr(earlier, name) == getattr(args, name) for name in data_options)
+    return StartRecord(options, held_out=started.held_out if keeps_shards else 0.02), keeps_shards
 
 
 def _checked_run(args: StartArguments, directory: Path) -> NewRun:
     """Return the run to be written, of data that may not be tokenized yet. Raises ConfigError for a
-    model or data that do not exist, and for conversations without a chat template."""
-    from bigtrain.python_api.new_run import NewRun, check_names
+    model or data that do not exist, for options that the data or the run refuse, and for
+    conversations without a chat template, ModelError for weights that cannot be read."""
+    from bigtrain.python_api.new_run import NewRun, check_settings, with_checked_inputs
 
     new_run = NewRun(
         data=args.data,
@@ -227,6 +267,7 @@ def _checked_run(args: StartArguments, directory: Path) -> NewRun:
         epochs=args.epochs,
         sequence_length=args.sequence_length,
         run_directory=str(directory / RUN),
+        shards=str(directory / SHARDS),
     )
     if new_run.names_nothing_here:
         raise ConfigError(Problem("--data", args.data, "does not exist", "a file that exists"))
@@ -242,17 +283,21 @@ def _checked_run(args: StartArguments, directory: Path) -> NewRun:
             find_device(device, "--devices")
         else:
             _devices(args.devices)
-    check_names(new_run, _to_stderr)
+    # A wrong directory is refused before anything is written.
     if Path(args.model).is_dir() and not new_run.is_tokenized:
         from bigtrain.data.tokenizers.tokenizer import load_tokenizer
         from bigtrain.settings.hf_config_keys import inspect_configuration
         from bigtrain.settings.run_config import ModelSection
 
-        # A wrong directory is refused before anything is written.
         load_tokenizer(args.model)
         _, problems = inspect_configuration(ModelSection(path=args.model))
         if problems:
             raise ConfigError(problems)
+    new_run = with_checked_inputs(
+        new_run, _to_stderr, "bigtrain start", infers_rows=True, is_text=args.text
+    )
+    if not (directory / RUN_YAML).exists():
+        check_settings(new_run, "bigtrain start")
     return new_run
 
 
@@ -280,11 +325,11 @@ def _devices(devices: str | None) -> str | None:
 
 
 def _tokenize(args: StartArguments, shards: Path, held_out: float) -> None:
-    """Tokenize the data into `shards`, or continue; a finished dataset is kept. Raises DataError,
-    also for conversations if the rows have another format."""
+    """Tokenize the data into `shards`, or continue; a finished dataset is kept. Raises
+    DataError."""
     from bigtrain.data.shards.inspection import summary
     from bigtrain.data.tokenize_job.options import TokenizeOptions
-    from bigtrain.python_api.tokenizing import build_tokens, row_problem
+    from bigtrain.python_api.tokenizing import build_tokens
 
     row_format: Literal["auto", "text", "preference"] = "auto"
     if args.text:
@@ -298,8 +343,6 @@ def _tokenize(args: StartArguments, shards: Path, held_out: float) -> None:
         held_out=held_out,
         format=row_format,
     )
-    if args.chat:
-        row_problem(options, "--chat")
     _show(shlex.join(["bigtrain", "tokenize", *command_words(options)]))
     result = build_tokens(options)
     print(summary(shards, result.manifest))
@@ -309,7 +352,7 @@ def _write_run(started: StartRecord, planned: NewRun, run_yaml: Path) -> StartRe
     """Write the run YAML for the layout that is planned, and the record. Raises BigtrainError."""
     from bigtrain.python_api.new_run import write_new_run
 
-    written = write_new_run(planned, run_yaml, force=True, say=_to_stderr)
+    written = write_new_run(planned, run_yaml, force=True, say=_to_stderr, command="bigtrain start")
     print(f"wrote {' and '.join(map(str, written.files))}, which you may edit")
     started = replace(
         started,

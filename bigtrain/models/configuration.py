@@ -109,6 +109,13 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
     return config
 
 
+def max_positions(hf_config: Any) -> int | None:
+    """Return the number of positions of the language model; None if it has no limit."""
+    longest = getattr(text_config(hf_config), "max_position_embeddings", None)
+    # XLNet's -1 means any length.
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
 def register_model(name: str) -> str:
     """Let transformers build the model class of the user that `name` (``package.module:Class``)
     means; return its model type. Raises ConfigError if it cannot be imported, ModelError for a

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,20 @@ import torch
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import CONFIG_NAME, find_adapter_config_file
 
 from bigtrain.errors import ModelError, one_line
+from bigtrain.models.configuration import max_positions
 from bigtrain.models.layers.adapters import quiet_bitsandbytes
 from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import stop_ids
-from bigtrain.models.transformers_patches import without_progress
+from bigtrain.models.transformers_patches import only_errors, without_progress
 from bigtrain.models.weights.weight_paths import refuse_pickles
 from bigtrain.system.storage.local_path import local_path
 from bigtrain.system.text_record import TextRecord, read_record
+
+_SHOWN = 3
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Sampling:
 
     def options(self) -> dict[str, Any]:
         """Return options of transformers' `generate`."""
-        if self.temperature <= 0:
+        if self.temperature == 0:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
 
@@ -45,7 +52,8 @@ def generate(
 
     The prompt begins like the model's training texts, by the record of the export, or, without a
     record, as the tokenizer begins a text. `tokenizer`: transformers' tokenizer; loaded if it is
-    None. Raises ModelError for a model or tokenizer that cannot be loaded, or an empty prompt.
+    None. Raises ModelError for a model or tokenizer that cannot be loaded, for an empty prompt, and
+    for a prompt that is longer than the model's positions.
     """
     tokenizer = tokenizer or load_part(AutoTokenizer, model)
     ids = prompt_ids(tokenizer, prompt, read_record(Path(local_path(model))))
@@ -58,7 +66,7 @@ def generate(
     output = network.generate(
         input_ids=inputs,
         attention_mask=torch.ones_like(inputs),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=_fitting_tokens(network, len(ids), max_new_tokens),
         eos_token_id=_ends(network, tokenizer, model),
         pad_token_id=tokenizer.eos_token_id,
         **sampling.options(),
@@ -88,6 +96,27 @@ def _ends(network: Any, tokenizer: Any, model: str) -> list[int] | None:
     return stop_ids(record, tokenizer, network.generation_config.eos_token_id) or None
 
 
+def _fitting_tokens(network: Any, num_prompt: int, max_new_tokens: int) -> int:
+    """Return `max_new_tokens`, or what the model's positions leave after a prompt of `num_prompt`
+    tokens, with a line on stderr. Raises ModelError for a prompt that leaves none."""
+    num_positions = max_positions(network.config)
+    if num_positions is None or num_prompt + max_new_tokens <= num_positions:
+        return max_new_tokens
+    num_left = num_positions - num_prompt
+    if num_left < 1:
+        raise ModelError(
+            f"--prompt: has {num_prompt} tokens, and the model {num_positions} positions -> "
+            f"at most {num_positions - 1} tokens, the messages of a conversation included"
+        )
+    print(
+        f"note: at most {num_left} new tokens instead of {max_new_tokens}: the model has "
+        f"{num_positions} positions, and the prompt {num_prompt} tokens",
+        file=sys.stderr,
+        flush=True,
+    )
+    return num_left
+
+
 class Conversation:
     """A conversation with a model that streams its answers."""
 
@@ -113,7 +142,8 @@ class Conversation:
         self, messages: list[dict[str, Any]], write: Callable[[str], object] = lambda text: None
     ) -> str:
         """Return the answer to `messages`; `write` gets its text as it is generated. Raises
-        ModelError if the chat template refuses the messages."""
+        ModelError if the chat template refuses the messages, or they fill the model's
+        positions."""
         try:
             inputs = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -123,7 +153,9 @@ class Conversation:
         output = self._network.generate(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
-            max_new_tokens=self._max_new_tokens,
+            max_new_tokens=_fitting_tokens(
+                self._network, inputs.input_ids.shape[1], self._max_new_tokens
+            ),
             eos_token_id=self._endings,
             pad_token_id=self._tokenizer.eos_token_id,
             streamer=_Written(self._tokenizer, write),
@@ -146,14 +178,65 @@ class _Written(TextStreamer):  # type: ignore[misc]
 
 def load_network(model: str) -> Any:
     """Return the causal LM of the directory or hub name `model`, with its adapters, in the dtype of
-    its files. Raises ModelError if it cannot be loaded."""
+    its files. Raises ModelError if it cannot be loaded, and for files without all its weights."""
+    directory = local_path(model)
+    # Adapters are loaded into their base, whose own weights must be complete.
+    adapter_config = find_adapter_config_file(directory)
+    if adapter_config is not None and not Path(directory, CONFIG_NAME).is_file():
+        base = json.loads(Path(adapter_config).read_text(encoding="utf-8"))
+        network = _load_complete(base["base_model_name_or_path"])
+        try:
+            with without_progress(), quiet_bitsandbytes(), only_errors("transformers"):
+                info = network.load_adapter(directory).to_dict()
+        except _LOAD_ERRORS as error:
+            raise _not_loaded(model, error) from error
+        _refuse_incomplete(model, info)
+    else:
+        network = _load_complete(model)
+    fit_experts(network)  # grouped products do not take every width
+    return network
+
+
+def _load_complete(model: str) -> Any:
+    """Return the causal LM of a directory or hub name with a config.json. Raises ModelError as
+    `load_network`."""
     try:
         refuse_pickles(local_path(model))
     except ValueError as error:
         raise ModelError(f"--model = {model!r}: {error}") from error
-    network = load_part(AutoModelForCausalLM, model, dtype="auto", use_safetensors=True)
-    fit_experts(network)  # grouped products do not take every width
+    # Transformers draws at random what it does not find, and lists it in a table for people.
+    with only_errors("transformers"):
+        network, info = load_part(
+            AutoModelForCausalLM,
+            model,
+            dtype="auto",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    _refuse_incomplete(model, info)
     return network
+
+
+def _refuse_incomplete(model: str, info: Mapping[str, Any]) -> None:
+    """Raise ModelError if transformers, by its loading info, has not found every tensor of a model
+    with its shape; print a line on tensors of the files that are not used."""
+    problems = [
+        f"{name} has shape {list(stored_shape)} there, and {list(model_shape)} by its config.json"
+        for name, stored_shape, model_shape in sorted(info["mismatched_keys"])
+    ]
+    problems += [f"no tensor there is the model's {name}" for name in sorted(info["missing_keys"])]
+    if problems:
+        shown = "; ".join(problems[:_SHOWN])
+        if len(problems) > _SHOWN:
+            shown += f"; and {len(problems) - _SHOWN} more"
+        raise ModelError(
+            f"--model = {model!r}: its weights are not those of its config.json: {shown} -> the "
+            "config.json that belongs to the weights, or complete weights"
+        )
+    if unused := sorted(info["unexpected_keys"]):
+        text = f"note: {model}: {len(unused)} tensors of its files are not used, {unused[0]} first"
+        print(text, file=sys.stderr, flush=True)
 
 
 def load_part(factory: Any, model: str, **options: Any) -> Any:
@@ -163,24 +246,30 @@ def load_part(factory: Any, model: str, **options: Any) -> Any:
         # Adapters: transformers loads them by peft.
         with without_progress(), quiet_bitsandbytes():
             return factory.from_pretrained(local_path(model), trust_remote_code=False, **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        directory = Path(model)
-        if not directory.is_dir():
-            reason = (
-                "neither a directory here nor a model that could be reached on the Hugging Face hub"
-            )
-            if model.startswith((".", "/", "~")) or model.count("/") > 1:
-                reason = "no such directory"
-        elif (directory / "hf" / "config.json").is_file():
-            reason = f"it is a run, whose model is {directory / 'hf'}"
-        elif (directory / "checkpoints").is_dir():
-            reason = (
-                "it is a run that has not been exported -> bigtrain export --run "
-                f"{directory} --output DIR"
-            )
-        elif (directory / "config.json").is_file():
-            reason = one_line(error, None)
-        else:
-            reason = "it has no config.json, so it is not a Hugging Face directory"
-        fix = "" if " -> " in reason else " -> an export's directory (RUN/hf), or a Hub name"
-        raise ModelError(f"--model = {model!r}: cannot be loaded: {reason}{fix}") from error
+    except _LOAD_ERRORS as error:
+        raise _not_loaded(model, error) from error
+
+
+def _not_loaded(model: str, error: Exception) -> ModelError:
+    """Return the error for the directory or hub name `model` that transformers or peft could not
+    load, for which they raised `error`."""
+    directory = Path(model)
+    if not directory.is_dir():
+        reason = (
+            "neither a directory here nor a model that could be reached on the Hugging Face hub"
+        )
+        if model.startswith((".", "/", "~")) or model.count("/") > 1:
+            reason = "no such directory"
+    elif (directory / "hf" / "config.json").is_file():
+        reason = f"it is a run, whose model is {directory / 'hf'}"
+    elif (directory / "checkpoints").is_dir():
+        reason = (
+            "it is a run that has not been exported -> bigtrain export --run "
+            f"{directory} --output DIR"
+        )
+    elif (directory / "config.json").is_file() or (directory / "adapter_config.json").is_file():
+        reason = one_line(error, None)
+    else:
+        reason = "it has no config.json, so it is not a Hugging Face directory"
+    fix = "" if " -> " in reason else " -> an export's directory (RUN/hf), or a Hub name"
+    return ModelError(f"--model = {model!r}: cannot be loaded: {reason}{fix}")

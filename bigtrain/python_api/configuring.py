@@ -96,7 +96,7 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     model. Raise the errors that the run itself would raise about its data, its model and a
     checkpoint that it would resume from."""
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
-    from bigtrain.run.preflight import check_base_weights
+    from bigtrain.run.preflight import check_base_weights, check_prompts
     from bigtrain.run.segments import inspect_segments
 
     # The data and the model of the first phase; phases are counted as steps by themselves.
@@ -104,6 +104,7 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     inputs = segments[0].inputs
     resolved = resolved if resolved.phases else segments[0].run
     check_base_weights(resolved.config, inputs)
+    check_prompts(resolved.config, inputs)
     checkpoint = refuse_other_run(resolved.config, inputs.sources, inputs.model_plan.parameters)
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
@@ -124,6 +125,8 @@ def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
         problems += check_memory_directory(resolved.config)
     problems += check_optimizer_package(resolved.config.optimizer)
     config = resolved.config
+    from bigtrain.run.named_files import check_manifests
+
     if any(isinstance(name, str) for name in (config.model.path, config.objective.teacher_model)):
         from bigtrain.run.named_files import check_base_files, check_weight_files
 
@@ -131,6 +134,8 @@ def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
         check_weight_files(config)
     if problems:
         raise ConfigError(problems, "the run's settings")
+    if problems := check_manifests(config):
+        raise ConfigError(problems, "the run's inputs")
     counted: tuple[str, ...] = ()
     if resolved.config.epoch_settings:
         from bigtrain.run.length import with_steps_if_known

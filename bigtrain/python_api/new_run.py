@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 from bigtrain.errors import ConfigError, OutputError, Problem
 from bigtrain.objectives.preference import PAIRS
 from bigtrain.objectives.rows import Rows
+from bigtrain.objectives.section import ROWS
 from bigtrain.python_api.configuring import check, load_config
 from bigtrain.python_api.new_run_inputs import (
     ShardFacts,
+    inspect_data,
     model_problems,
     read_shards,
+    row_problems,
     template_problems,
 )
 from bigtrain.run.output_directory import check_output
@@ -119,17 +122,19 @@ def write_new_run(
     *,
     force: bool = False,
     say: Callable[[str], None] | None = None,
+    command: str = "bigtrain init",
 ) -> WrittenRun:
     """Write a commented run YAML, which `bigtrain check` accepts, to `output`.
 
     With `wanted.devices` it uses the fastest layout that is predicted to fit them; a DeepSpeed JSON
     for it is written next to it if none of ``ds_configs/`` matches. Replaces nothing
     without `force`. say: gets a line on what could not be looked at, and on what takes seconds.
-    Raises ConfigError, DataError, ModelError, OutputError; then nothing is written.
+    command: name of the command, for errors. Raises ConfigError, DataError, ModelError,
+    OutputError; then nothing is written.
     """
     say = say or (lambda text: None)
-    check_names(wanted, say)
-    sections = _sections(wanted)
+    wanted = with_checked_inputs(wanted, say, command)
+    sections = _sections(wanted, command)
     head = ["Written by `bigtrain init`. Every setting: docs/reference/configuration.md"]
     engine: dict[str, Any] | None = None
     plan = None
@@ -187,27 +192,93 @@ def write_new_run(
 def _check_data(config: RunConfig) -> None:
     """Raise ConfigError for shards that the run would refuse."""
     from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
+    from bigtrain.data.tokenizers.model_tokens import check_model_tokens
 
     datasets, problems = open_checked(config)
-    if problems := problems or check_datasets(config, datasets).problems:
+    problems = problems or check_datasets(config, datasets).problems
+    if not problems:
+        dataset = datasets[0]  # `data` is one directory
+        problems = check_model_tokens(config, dataset.tokenizer_path, str(dataset.path))
+    if problems:
         raise ConfigError(problems, "the run's inputs")
 
 
-def check_names(new_run: NewRun, say: Callable[[str], None]) -> None:
-    """Raise ConfigError for a model that does not exist, and for conversations without a chat
-    template. `say` gets a note on a model that could not be looked for."""
+def with_checked_inputs(
+    new_run: NewRun,
+    say: Callable[[str], None],
+    command: str = "bigtrain init",
+    *,
+    infers_rows: bool = False,
+    is_text: bool = False,
+) -> NewRun:
+    """Return `new_run` with the format of its data, of which the first row is read.
+
+    infers_rows: whether the format decides without an option. is_text: the data are documents,
+    whatever their first row is. `say` gets a note on a model or data that could not be looked for.
+    Raises ConfigError for a model or data that do not exist or are no data, for options that
+    contradict the data, and for conversations without a chat template.
+    """
     problems: list[Problem] = []
     for option, name in (("--model", new_run.model), ("--new-model", new_run.new_model)):
-        if name is None or name in recipe_names():
+        is_recipe = name in recipe_names() and not Path(str(name)).exists()
+        if name is not None and is_recipe and option == "--model":
+            rule = "is a recipe, whose weights are random"
+            remedy = "a directory, or a name on the Hugging Face Hub (bigtrain init: --new-model)"
+            problems.append(Problem(option, name, rule, remedy))
+        if name is None or is_recipe:
             continue
         name_problems, note = model_problems(option, name)
         problems += name_problems
         if note:
             say(f"note: {note}")
-    if new_run.chat and not new_run.is_tokenized and new_run.model is not None:
-        problems += template_problems("--chat", new_run.model)
+    template_option = "--chat" if new_run.chat else "--model"
+    row_format = None
+    if not new_run.is_tokenized and not new_run.names_nothing_here:
+        row_format, data_problems, note = inspect_data(
+            new_run.data, is_text=is_text, has_pairs=new_run.preference
+        )
+        problems += data_problems
+        if note:
+            say(f"note: {note}")
+    if row_format is not None:
+        problems += row_problems(
+            new_run.data,
+            row_format,
+            chat=new_run.chat,
+            preference=new_run.preference,
+            infers=infers_rows,
+        )
+        if infers_rows:
+            is_chat = row_format not in ("text", "tokens", *ROWS)
+            is_preference = row_format == PAIRS.name
+            new_run = replace(
+                new_run,
+                chat=new_run.chat or is_chat,
+                preference=new_run.preference or is_preference,
+            )
+    if new_run.chat and not new_run.is_tokenized and new_run.model is not None and not problems:
+        problems += template_problems(template_option, new_run.model)
     if problems:
-        raise ConfigError(problems, "the options of bigtrain init")
+        raise ConfigError(problems, f"the options of {command}")
+    return new_run
+
+
+def check_settings(new_run: NewRun, command: str) -> None:
+    """Raise ConfigError for options of `command` that the run would refuse, as far as they do not
+    depend on the tokens of the data, and ModelError for weights that it cannot start from, by the
+    headers of their files."""
+    if not new_run.is_tokenized:
+        # Nothing is counted: shards in that directory may be of an earlier start with other data.
+        new_run = replace(new_run, epochs=None, shards=str(Path(new_run.shards, "unwritten")))
+    run = check(_sections(new_run, command))
+    path = run.config.model.path
+    if path is None or not Path(path).is_dir():
+        return
+    from bigtrain.models.configuration import load_hf_config, with_mtp_layers
+    from bigtrain.models.weights.import_hf import find_weights
+
+    trains_mtp = run.config.objective.mtp_weight > 0
+    find_weights(path, with_mtp_layers(load_hf_config(run.config.model), trains=trains_mtp))
 
 
 def _model_section(new_run: NewRun) -> dict[str, Any]:
@@ -227,12 +298,14 @@ def _model_section(new_run: NewRun) -> dict[str, Any]:
     return {"config": new_run.new_model}
 
 
-def _sections(new_run: NewRun) -> dict[str, Any]:
+def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
+    """Return the sections of the run YAML. Raises ConfigError for options that contradict each
+    other or the shards."""
     model = _model_section(new_run)
     # Vocabulary, rows and length of shards; text has them once it is tokenized.
     shards = read_shards(new_run.data) if new_run.is_tokenized else None
     if shards is not None:
-        _check_rows(new_run, shards)
+        _check_rows(new_run, shards, command)
         if new_run.new_model is not None:
             model = _with_vocabulary(model, shards.vocab_size)
     length = new_run.sequence_length or _sequence_length(model, new_run, shards)
@@ -286,7 +359,7 @@ def _sections(new_run: NewRun) -> dict[str, Any]:
     return _in_order(tree)
 
 
-def _check_rows(new_run: NewRun, shards: ShardFacts) -> None:
+def _check_rows(new_run: NewRun, shards: ShardFacts, command: str) -> None:
     """Raise ConfigError if the options name other rows than the shards have."""
     problems = []
     if new_run.chat and (not shards.is_chat or shards.rows is not None):
@@ -297,7 +370,7 @@ def _check_rows(new_run: NewRun, shards: ShardFacts) -> None:
         remedy = f"remove it, or bigtrain tokenize --format {new_run.rows}"
         problems.append(Problem("--preference", None, rule, remedy))
     if problems:
-        raise ConfigError(problems, "the options of bigtrain init")
+        raise ConfigError(problems, f"the options of {command}")
 
 
 def _with_vocabulary(model: dict[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigtrain.data.tokenize_job.options import TokenizeOptions
 from bigtrain.errors import DataError, Problem, first_line
+from bigtrain.objectives.preference import PAIRS
 from bigtrain.objectives.rows import Rows
 from bigtrain.objectives.section import ROWS
 from bigtrain.settings.loading import recipe_names
@@ -16,6 +19,8 @@ from bigtrain.system.shipped_files import published_configuration
 from bigtrain.system.storage.stores import is_address
 
 HUB_TIMEOUT_S = 10.0
+_SETTINGS_SUFFIXES = (".yaml", ".yml", ".toml", ".ini", ".cfg")
+_SHOWN_KEYS = 8
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -70,6 +75,9 @@ def model_problems(option: str, name: str) -> tuple[list[Problem], str]:
     """Return the problem of a model that is named by `option` and does not exist, or a note on one
     that could not be looked for. Asks the Hub for a name that is neither a directory here nor in
     the Hub's cache."""
+    if option == "--model" and Path(name).is_file():
+        rule = "is a file, and a model is a directory"
+        return [Problem(option, name, rule, f"its directory, such as {Path(name).parent}")], ""
     if is_address(name) or Path(name).exists() or published_configuration(name).is_file():
         return [], ""
     # Did the user mean a recipe, or a directory next to the missing path?
@@ -97,6 +105,100 @@ def model_problems(option: str, name: str) -> tuple[list[Problem], str]:
     except Exception as error:  # the client's transport errors differ between its versions
         return [], f"{name} is not here, and the Hub cannot be asked ({first_line(error)})"
     return [], ""
+
+
+def inspect_data(
+    data: str, *, is_text: bool = False, has_pairs: bool = False
+) -> tuple[str | None, list[Problem], str]:
+    """Return the format of the first rows of untokenized `data` (``text``, or a ``--format`` of
+    `bigtrain tokenize`; None if unknown), the problems, and a note on what could not be looked for.
+
+    is_text, has_pairs: the format that the user named. Refused are missing and empty data, files of
+    settings, and rows without text. An address is not read; the Hub is asked for a dataset of a
+    name that is no path here.
+    """
+    from bigtrain.data.documents.chat_formats import remedy_for
+    from bigtrain.data.documents.discovery import find_sources
+    from bigtrain.data.documents.formats import keys_in
+    from bigtrain.python_api.tokenizing import detected_format, read_options
+
+    if is_address(data) or data == "-":
+        return None, [], ""
+    if not Path(data).exists() and not glob.has_magic(data):
+        return None, *_hub_data_problems(data)
+    if Path(data).is_file() and Path(data).suffix.lower() in _SETTINGS_SUFFIXES and not is_text:
+        rule = "is a file of settings, and neither text nor rows"
+        remedy = "a file of conversations, pairs or text (.jsonl, .parquet, .csv, .txt)"
+        return None, [Problem("--data", data, rule, remedy)], ""
+    reading = read_options(TokenizeOptions(inputs=[data], tokenizer="", output=""))
+    try:
+        sources = find_sources(reading.selection)
+        if all(source.record.bytes == 0 and not source.read_once for source in sources):
+            remedy = "a file or folder with text or rows"
+            return None, [Problem("--data", data, "is empty", remedy)], ""
+        keys = set(keys_in(sources[0], reading))
+        if is_text:
+            row_format = "text"
+        elif has_pairs and {"chosen", "rejected"} <= keys:
+            row_format = PAIRS.name
+        else:
+            row_format = detected_format(reading, lambda text: None)
+    except DataError as error:
+        rule, _, remedy = str(error).removeprefix(f"--input {data}: ").partition(" -> ")
+        return None, [Problem("--data", data, rule, remedy)], ""
+    if row_format != "text" or not keys or keys & set(reading.text_keys):
+        return row_format, [], ""
+    shown = ", ".join(sorted(keys)[:_SHOWN_KEYS])
+    rule, options = f"its first row has the keys {shown}, and no text", ""
+    if not is_text:
+        rule += ", conversation or pair"
+        options = remedy_for(keys).removeprefix(" -> ")
+    options = options or "--text-key KEY"
+    remedy = f"bigtrain tokenize {options}, and then --data with the directory it writes"
+    return None, [Problem("--data", data, rule, remedy)], ""
+
+
+def _hub_data_problems(data: str) -> tuple[list[Problem], str]:
+    """Return the problem of data that is neither here nor a dataset on the Hub, or a note if the
+    Hub cannot be asked."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().dataset_info(data, timeout=HUB_TIMEOUT_S)
+    except (HFValidationError, RepositoryNotFoundError):
+        rule = "is not here, and the Hub has no dataset of this name (or it is private)"
+        return [Problem("--data", data, rule, "a file, a folder, or the name of a dataset")], ""
+    except Exception as error:  # the client's transport errors differ between its versions
+        return [], f"{data} is not here, and the Hub cannot be asked for it ({first_line(error)})"
+    return [], ""
+
+
+def row_problems(
+    data: str, row_format: str, *, chat: bool, preference: bool, infers: bool
+) -> list[Problem]:
+    """Return the problems of options that contradict the format of the first rows of `data`, or
+    that the format needs. infers: without options the format decides."""
+    is_pairs = row_format == PAIRS.name
+    is_chat = row_format not in ("text", "tokens", *ROWS)
+    text = (
+        "text without conversations" if row_format == "text" else f"rows of --format {row_format}"
+    )
+    needed = "--preference" if is_pairs else ""
+    if is_chat:
+        needed = "--chat"
+    if chat and not is_chat and row_format != "tokens":
+        remedy = f"{needed} instead" if needed and not infers else "remove --chat"
+        return [Problem("--chat", None, f"{data} has {text}", remedy)]
+    if preference and not is_pairs:
+        remedy = f"{needed} instead" if needed and not infers else "remove --preference"
+        return [Problem("--preference", None, f"{data} has {text}", remedy)]
+    if infers or chat or preference or row_format in ("text", "tokens"):
+        return []
+    remedy = f"add {needed}"
+    if not needed:
+        remedy = f"bigtrain tokenize --format {row_format}, and then --data with what it writes"
+    return [Problem("--data", data, f"has {text}", remedy)]
 
 
 def template_problems(option: str, tokenizer: str) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from bigtrain.errors import ConfigError, DataError, ModelError, Problem, without
 if TYPE_CHECKING:
     import torch
 
-    from bigtrain.models.generation import Conversation
+    from bigtrain.models.generation import Conversation, Sampling
     from bigtrain.models.weights.vocabulary import VocabularyResize
     from bigtrain.run.checkpointing.listing import ListedCheckpoint
 
@@ -179,6 +180,27 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _sampling(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> Sampling:
+    """Return the settings of a sampling. Raises ConfigError for values out of range."""
+    ranges: dict[str, tuple[float, bool, str]] = {
+        "max_new_tokens": (max_new_tokens, max_new_tokens >= 1, "must be at least 1"),
+        "temperature": (temperature, 0 <= temperature < math.inf, "must be a number, at least 0"),
+        "top_p": (top_p, 0 < top_p <= 1, "must be above 0 and at most 1"),
+        "seed": (seed, 0 <= seed < 2**63, "must be an integer from 0 to below 2^63"),
+    }
+    nearest = {"max_new_tokens": "1", "temperature": "0", "top_p": "1", "seed": "0"}
+    problems = [
+        Problem(name, value, rule, f"for example {nearest[name]}")
+        for name, (value, is_right, rule) in ranges.items()
+        if not is_right
+    ]
+    if problems:
+        raise ConfigError(problems, "the options of generate")
+    from bigtrain.models.generation import Sampling
+
+    return Sampling(temperature, top_p, seed)
+
+
 def generate(
     model: str | Path,
     prompt: str,
@@ -191,12 +213,12 @@ def generate(
     """Return `prompt` and its continuation by a Hugging Face directory or Hub model.
 
     temperature: 0 always selects the most likely token. top_p: nucleus to sample from. seed: of the
-    sampling. Raises ModelError if the model cannot be loaded, or the prompt is empty.
+    sampling. Raises ModelError if the model cannot be loaded, or the prompt is empty or too long,
+    ConfigError for a number out of its range.
     """
-    from bigtrain.models.generation import Sampling
+    sampling = _sampling(max_new_tokens, temperature, top_p, seed)
     from bigtrain.models.generation import generate as continued
 
-    sampling = Sampling(temperature, top_p, seed)
     return continued(
         str(model),
         prompt,
@@ -220,9 +242,9 @@ def open_conversation(
     max_new_tokens: of an answer. Other parameters are as for `generate`. Raises ModelError if
     the model cannot be loaded, or has no chat template.
     """
-    from bigtrain.models.generation import Conversation, Sampling
+    sampling = _sampling(max_new_tokens, temperature, top_p, seed)
+    from bigtrain.models.generation import Conversation
 
-    sampling = Sampling(temperature, top_p, seed)
     return Conversation(
         str(model),
         max_new_tokens=max_new_tokens,

@@ -269,16 +269,6 @@ def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:
             bar.update(reader.bytes_done - bar.n)
 
 
-def row_problem(options: TokenizeOptions, option: str) -> None:
-    """Raise DataError if the rows of the input are not conversations, as `option` says."""
-    from bigtrain.objectives.section import ROWS
-
-    name = detected_format(read_options(options), lambda text: None)
-    if name == "text" or name in ROWS:
-        what = "text without conversations" if name == "text" else f"rows of --format {name}"
-        raise DataError(f"{option}: {options.inputs} has {what} -> remove {option}")
-
-
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 

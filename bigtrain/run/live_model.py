@@ -17,11 +17,10 @@ import torch.distributed as dist
 from bigtrain.data.shards.format import IGNORED_LABEL
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 from bigtrain.engine.train_engine import TrainEngine
-from bigtrain.errors import ConfigError, Problem, one_line
-from bigtrain.models.configuration import text_config
-from bigtrain.models.generation import prompt_ids
+from bigtrain.errors import one_line
 from bigtrain.models.lm_eval_tasks import Drawing, IsFinished, Tasks, Tokens
 from bigtrain.models.text_ids import stop_ids
+from bigtrain.run.prompts import tokenized_prompts
 from bigtrain.run.segment_context import SegmentContext
 
 
@@ -34,9 +33,6 @@ class Prompts:
         section, inputs = context.config.evaluation, context.inputs
         self._context, self._model, self._texts = context, model, section.prompts
         self._drawing = Drawing(section.max_new_tokens, section.temperature)
-        limit = getattr(text_config(inputs.hf_config), "max_position_embeddings", None)
-        if isinstance(limit, int):
-            limit -= inputs.model_plan.isolation.numbering.first
 
         # Only the main rank has a tokenizer.
         def tokenize() -> list[list[int]]:
@@ -44,20 +40,10 @@ class Prompts:
             self._tokenizer = tokenizer
             record = inputs.text_record
             self._ends = frozenset(stop_ids(record, tokenizer.huggingface))
-            ids_of_prompts: list[list[int]] = []
-            for number, text in enumerate(self._texts):
-                ids = prompt_ids(tokenizer.huggingface, text, record)
-                key = f"evaluation.prompts.{number}"
-                if not ids:
-                    raise ConfigError(Problem(key, text, "is empty", "write at least one token"))
-                total = len(ids) + section.max_new_tokens
-                if isinstance(limit, int) and total > limit:
-                    rule = f"its {len(ids)} tokens and evaluation.max_new_tokens are {total}, the "
-                    rule += f"model has {limit} positions"
-                    remedy = f"evaluation.max_new_tokens={max(1, limit - len(ids))} or less"
-                    raise ConfigError(Problem(key, text, rule, remedy))
-                ids_of_prompts.append(ids)
-            return ids_of_prompts
+            first_position = inputs.model_plan.isolation.numbering.first
+            return tokenized_prompts(
+                context.config, inputs.hf_config, tokenizer.huggingface, record, first_position
+            )
 
         self._ids = context.long_work.on_main_rank(tokenize)
 

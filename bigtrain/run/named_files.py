@@ -9,10 +9,16 @@ from pathlib import Path
 from bigtrain.errors import ModelError, Problem, one_line
 from bigtrain.models.weights.checksums import changed_files, unusable_files
 from bigtrain.models.weights.weight_paths import weight_paths
+from bigtrain.objectives.section import ROWS
+from bigtrain.settings.hf_config_keys import MAX_PADDING_ROWS, written_configuration
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.model import check_attention_package
 from bigtrain.system.files import why_not_creatable
 from bigtrain.system.hub_cache import cached_hub_file, is_hub_name
 from bigtrain.system.storage.stores import is_address
+
+MANIFEST = "manifest.json"
+_MAX_MANIFEST_BYTES = 1 << 20
 
 
 def unread_files(config: RunConfig) -> list[str]:
@@ -51,10 +57,79 @@ def unread_files(config: RunConfig) -> list[str]:
                 continue
             reason = "is neither a directory here nor in the Hub's cache; the run asks the Hub"
         lines.append(f"not read: {key} = {name}: {reason}")
+    for key, name in data.items():
+        if key.startswith("data.") and Path(name).is_dir() and not Path(name, MANIFEST).exists():
+            lines.append(f"not read: {key} = {name}: has no {MANIFEST}, as data that is not here")
+    # The run may be for another machine, which has the package.
+    for problem in check_attention_package(config.model):
+        lines.append(f"not on this machine: {problem}")
     reason_against = why_not_creatable(Path(config.output.directory))
     if reason_against is not None:
         lines.append(f"not written: output.directory = {config.output.directory}: {reason_against}")
     return lines
+
+
+def check_manifests(config: RunConfig) -> list[Problem]:
+    """Check the manifests of the datasets that are here: vocabulary, rows and tokenizer.
+
+    Values that suit the run are found in milliseconds, without numpy; for any other value the
+    run's own checks decide, and give the text. Manifests above a MiB are not read, nor samples of
+    a user's class.
+    """
+    paths = [source.path for source in config.data.mixture]
+    manifests = [Path(path, MANIFEST) for path in paths]
+    if config.data.samples is not None or not all(path.is_file() for path in manifests):
+        return []
+    if sum(path.stat().st_size for path in manifests) > _MAX_MANIFEST_BYTES:
+        return []
+    if all(_suits(config, Path(path)) for path in paths):
+        return []
+    from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
+    from bigtrain.data.tokenizers.model_tokens import check_model_tokens
+
+    datasets, problems = open_checked(config, "listed")
+    problems = problems or check_datasets(config, datasets).problems
+    if not problems:
+        first = datasets[0]
+        resumes = _resumes(config)
+        problems = check_model_tokens(
+            config, first.tokenizer_path, str(first.path), resumes=resumes
+        )
+    return problems
+
+
+def _suits(config: RunConfig, dataset: Path) -> bool:
+    """Return whether the manifest of `dataset` has the vocabulary, the rows and the tokenizer that
+    the run needs. False also where that is unknown."""
+    try:
+        manifest = json.loads((dataset / MANIFEST).read_bytes())
+        num_tokens = manifest["tokenizer"]["vocab_size"]
+        row_format = manifest["options"].get("chat_format")
+        model = written_configuration(config.model)
+        model = model.get("text_config") or model
+        num_rows = model.get("vocab_size", num_tokens)
+        num_padding_rows = num_rows - num_tokens
+        if config.model.vocabulary is None and not 0 <= num_padding_rows <= MAX_PADDING_ROWS:
+            return False
+        rows = config.objective.kind.rows
+        if (row_format if row_format in ROWS else None) != (None if rows is None else rows.name):
+            return False
+        if manifest["options"]["chat"] and rows is None:
+            if not config.data.is_each_document_separate:
+                return False
+        directory = config.output.directory if _resumes(config) else config.model.path
+        names = ("tokenizer.json", "tokenizer/tokenizer.json")
+        model_files = [Path(directory or "", name) for name in names]
+        model_file = next((path for path in model_files if path.is_file()), None)
+        if directory is None or model_file is None or config.data.allow_other_tokenizer:
+            return True
+        return model_file.read_bytes() == (dataset / "tokenizer/tokenizer.json").read_bytes()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _resumes(config: RunConfig) -> bool:
+    return any(Path(config.output.directory, "checkpoints").glob("step-*"))
 
 
 def check_base_files(config: RunConfig) -> list[Problem]:
@@ -72,9 +147,8 @@ def check_base_files(config: RunConfig) -> list[Problem]:
 def check_weight_files(config: RunConfig) -> None:
     """Raise ModelError, as the run does, for a directory of a base, or of a teacher, that has no
     weights that can be read, unless the run resumes and reads none."""
-    resumes = any(Path(config.output.directory, "checkpoints").glob("step-*"))
     names = {"objective.teacher_model": config.objective.teacher_model}
-    if not resumes:
+    if not _resumes(config):
         names["model.path"] = config.model.path
     for key, name in names.items():
         if name is None or not Path(name).is_dir():

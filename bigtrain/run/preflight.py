@@ -16,6 +16,7 @@ from bigtrain.data.tokenizers.model_tokens import beginning_note, check_model_to
 from bigtrain.errors import ConfigError, ModelError, Problem
 from bigtrain.models.configuration import (
     load_hf_config,
+    max_positions,
     text_config,
     vocabulary_size,
     with_mtp_layers,
@@ -34,6 +35,7 @@ from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.hf_config_keys import check_layer_drop
 from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.model import check_attention_package
 from bigtrain.settings.sections.optimizer import check_optimizer_package
 from bigtrain.system.text_record import TextRecord
 
@@ -223,6 +225,19 @@ def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
     find_weights(path, hf_config, seed=config.seed)
 
 
+def check_prompts(config: RunConfig, inputs: Inputs) -> None:
+    """Raise ConfigError for prompts of evaluations that do not fit the model, as the run does when
+    it has built the model, and DataError for a tokenizer that cannot be loaded."""
+    if not config.evaluation.prompts:
+        return
+    from bigtrain.data.tokenizers.tokenizer import load_tokenizer
+    from bigtrain.run.prompts import tokenized_prompts
+
+    tokenizer = load_tokenizer(str(inputs.tokenizer_path)).huggingface
+    first_position = inputs.model_plan.isolation.numbering.first
+    tokenized_prompts(config, inputs.hf_config, tokenizer, inputs.text_record, first_position)
+
+
 def _resumes(config: RunConfig) -> bool:
     return any(Path(config.output.directory, "checkpoints").glob("step-*"))
 
@@ -299,6 +314,7 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
 
         problems += check_quantization(config.adapters)
     problems += check_optimizer_package(config.optimizer)
+    problems += check_attention_package(config.model)
     if run.engine.zero_stage == 3:
         from bigtrain.models.equivalence.expert_parallel import check_expert_gathering
 
@@ -347,10 +363,9 @@ def _data_notes(
 
 
 def _check_positions(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
-    longest = getattr(text_config(hf_config), "max_position_embeddings", None)
+    longest = max_positions(hf_config)
     length = config.batch.sequence_length
-    # XLNet's -1 means any length.
-    if not isinstance(longest, int) or not 0 < longest < length:
+    if longest is None or longest >= length:
         return []  # a table that is shorter than it says is found by the trials of the model
     from bigtrain.models.equivalence.position_numbering import plan_numbering
 

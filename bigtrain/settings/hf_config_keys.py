@@ -56,6 +56,9 @@ KEY_HEAD_PROJECTIONS = frozenset(("k_proj",))
 _AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys with the ids of tokens that begin and end texts, and pad them."""
+MAX_PADDING_ROWS = 1024
+"""Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
+this for speed and tensor parallelism; more indicates a different tokenizer."""
 _LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
 _NO_OVERRIDES: Mapping[str, Any] = {}
 _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
@@ -166,6 +169,9 @@ def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]
     key = "model.path" if section.path is not None else "model.config"
     source = Path(str(section.path if section.path is not None else section.config))
     path = source / "config.json" if source.is_dir() else source
+    if section.path is not None and source.is_file():
+        rule = "is a file, and a run starts from the directory of a model"
+        return key, {}, [Problem(key, str(source), rule, f"its directory, such as {source.parent}")]
     if not source.exists() and not source.is_absolute():
         path = published_configuration(str(source))
         if not path.is_file() and is_hub_name(str(source)):

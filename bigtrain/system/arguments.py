@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,6 +242,38 @@ def fraction(text: str) -> float:
     return value
 
 
+def probability(text: str) -> float:
+    """Parse a number above 0 and at most 1."""
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0 and at most 1")
+    return value
+
+
+def non_negative(text: str) -> float:
+    """Parse a finite number of at least 0."""
+    value = float(text)
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """Parse a finite number above 0."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def seed(text: str) -> int:
+    """Parse a seed of a random generator: 64 bits with a sign."""
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer from 0 to below 2^63")
+    return value
+
+
 def port(text: str) -> int:
     """Parse the number of a port."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
@@ -250,6 +283,7 @@ def port(text: str) -> int:
 
 Positive = Annotated[int, positive_int, "N"]
 Size = Annotated[int, size, "SIZE"]
+Seed = Annotated[int, seed, "N"]
 Port = Annotated[int, port, "N"]
 Directory = Annotated[Path, "DIR"]
 File = Annotated[Path, "FILE"]

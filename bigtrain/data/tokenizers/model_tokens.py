@@ -16,14 +16,12 @@ from typing import Any
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.data.shards.manifest import TokenizerRecord
 from bigtrain.errors import DataError, Problem
+from bigtrain.settings.hf_config_keys import MAX_PADDING_ROWS
 from bigtrain.settings.run_config import ModelSection, RunConfig
 from bigtrain.system.storage.local_path import local_path
 
 KEY, INITIAL = "data.allow_other_tokenizer", "checkpoint.initialize_from"
 _PARTS = ("normalizer", "pre_tokenizer", "model")
-MAX_PADDING_ROWS = 1024
-"""Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
-this for speed and tensor parallelism; more indicates a different tokenizer."""
 
 
 def check_model_tokens(

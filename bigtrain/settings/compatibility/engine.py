@@ -191,6 +191,9 @@ PERFORMANCE: Mapping[str, Rule] = {
     "flex attention on CPU": Rule(  # torch/nn/attention/flex_attention.py, _validate_device
         (_FLEX, has.CPU), "torch's flex attention has no backward pass on a CPU"
     ),
+    "flash attention on CPU": Rule(  # flash_attn and flash_attn_interface have CUDA kernels only
+        (_FLASH, has.CPU), "the kernels of FlashAttention need a CUDA device"
+    ),
     # later stages would need the document lengths, and parts of samples have other lengths
     "flash attention with split documents": Rule(
         (_FLASH, Feature(Facts.isolates, True)),

@@ -1,9 +1,11 @@
 """Sections on the model: its source, how its layers run, and its dtypes."""
 
+import importlib.util
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from bigtrain.errors import Problem
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
 from bigtrain.settings.sections.extensions import ImportedName
 
@@ -16,6 +18,23 @@ _TILE_TOKENS = 256
 """Rows of the largest tile of a product on GPUs: 2,093 tokens of a vocabulary of 128,256 are 144
 tiles of the hidden states' gradient, 12 more than an H100 computes at a time; 2,048 are 128, which
 take half the time, 3% of a step of Llama 3.2 1B (`make gpu-roofline`)."""
+
+
+_ATTENTION_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "pip install flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "build it: hopper/ of Dao-AILab/flash-attention"),
+}
+"""Module that an attention implementation imports, and how it is installed."""
+
+
+def check_attention_package(section: "ModelSection") -> list[Problem]:
+    """Return a problem where the package of the attention implementation is not installed, nor
+    `kernels`, by which transformers may fetch it. Imports nothing."""
+    module, install = _ATTENTION_PACKAGES.get(section.attention, ("", ""))
+    if not module or any(map(importlib.util.find_spec, (module, "kernels"))):
+        return []
+    rule, remedy = f"{module} is not installed", f"{install}; or model.attention=sdpa"
+    return [Problem("model.attention", section.attention, rule, remedy)]
 
 
 def chunk_tokens(vocabulary_size: int, loss_chunk_tokens: int | None) -> int:

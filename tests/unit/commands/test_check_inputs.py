@@ -41,7 +41,8 @@ def test_it_refuses_what_the_run_refuses(
     data = write_dataset(tmp_path / "shards", vocab_size=50)
     model, sections = REFUSED[name]
     path = run_yaml(tmp_path, data, model, **sections)
-    assert main(["check", "--config", path]) == 0
+    # The manifest has the vocabulary, and is read without --inputs.
+    assert main(["check", "--config", path]) == (2 if name == "another vocabulary" else 0)
     capsys.readouterr()
     assert main(["check", "--config", path, "--inputs"]) == 2
     said = capsys.readouterr()

@@ -76,7 +76,7 @@ def test_what_is_not_here_is_named(folder: Path, capsys: pytest.CaptureFixture[s
     *_, data, _, verdict, _ = capsys.readouterr().out.splitlines()
     assert data == "not read: data.path = texts/shards: does not exist here"
     assert verdict == "this run can start where these can be used; next:"
-    write_dataset(folder / "shards", vocab_size=50)
+    write_dataset(folder / "shards", vocab_size=4096)
     assert check("data.path=shards", "output.directory=run") == 0
     assert "this run can start; next:" in capsys.readouterr().out
 
@@ -97,6 +97,7 @@ def test_every_file_that_a_setting_names_is_looked_for(
     folder: Path, sections: dict[str, Any]
 ) -> None:
     (folder / "here").mkdir()
+    (folder / "here/manifest.json").touch()
     tree = run_tree(**{"model": {"config": LLAMA}, "data": {"path": "here"}, **sections})
     [line] = unread_files(parse_run_config(tree))
     ((section, value),) = sections.items()
@@ -104,6 +105,7 @@ def test_every_file_that_a_setting_names_is_looked_for(
     assert line.startswith(f"not read: {section}.{key}")
     assert "= owner/name: " in line
     (folder / "owner/name").mkdir(parents=True)
+    (folder / "owner/name/manifest.json").touch()
     assert unread_files(parse_run_config(tree)) == []
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pexpect
 import pytest
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bigtrain.cli import main
 from bigtrain.python_api.new_run_inputs import read_shards
@@ -15,6 +17,7 @@ from bigtrain.settings.commented_yaml import SHIPPED, commented_yaml
 from bigtrain.settings.hf_config_keys import given_ids, written_configuration
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import RunConfig
+from tests.support.chats import save_chat_tokenizer, turns
 from tests.support.datasets import write_dataset
 from tests.support.pairs import write_pairs
 from tests.support.worlds import ROOT
@@ -131,6 +134,7 @@ def test_what_is_missing_or_wrong_is_one_error_and_no_file(
 def test_what_is_said_of_the_data(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["init", "--new-model", "quickstart", "--force", "--data"]
     (folder / "texts").mkdir()
+    (folder / "texts/chats.jsonl").write_text(json.dumps({"messages": turns("Hi", "Hello")}))
     for data, is_missing in (
         ("texts", False),
         ("owner/name", False),
@@ -291,4 +295,89 @@ def test_shards_that_the_run_would_refuse_are_refused(
     given = ["--new-model", "quickstart", "--data", "shards", "--steps", "100"]
     assert main(["init", *given, "--sequence-length", "256", "--global-batch-size", "8"]) == 2
     assert "data.path = 'shards': too short for one global batch" in capsys.readouterr().err
+    assert not Path("run.yaml").exists()
+
+
+ROWS = {
+    "chats": {"messages": turns("Hi", "Hello")},
+    "pairs": {"prompt": "is 1 even? ", "chosen": "no", "rejected": "yes"},
+    "rated": {"prompt": "is 1 even? ", "completion": "no", "label": True},
+    "texts": {"text": "a text"},
+    "other": {"lines": "a text", "author": "nobody"},
+}
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "problem"),
+    [
+        ("chats", [], "has rows of --format messages -> add --chat"),
+        ("pairs", [], "has rows of --format preference -> add --preference"),
+        ("rated", [], "-> bigtrain tokenize --format "),
+        (
+            "other",
+            [],
+            "has the keys author, lines, and no text, conversation or pair -> bigtrain",
+        ),
+        ("pairs", ["--chat"], "--chat: pairs.jsonl has rows of --format preference -> --preferen"),
+        ("texts", ["--chat"], "--chat: texts.jsonl has text without conversations -> remove"),
+        ("texts", ["--preference"], "--preference: texts.jsonl has text without conversations"),
+        ("chats", ["--preference"], "rows of --format messages -> --chat instead"),
+        ("empty", [], "--data = 'empty.jsonl': is empty -> a file or folder with text or rows"),
+    ],
+)
+def test_options_that_contradict_the_rows_are_refused(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    data: str,
+    options: list[str],
+    problem: str,
+) -> None:
+    content = json.dumps(ROWS[data]) if data in ROWS else ""
+    Path(f"{data}.jsonl").write_text(content)
+    words = ["init", "--new-model", "quickstart", "--data", f"{data}.jsonl", *options]
+    assert main(words) == 2
+    refused = capsys.readouterr().err
+    assert problem in refused
+    assert "in the options of bigtrain init" in refused
+    assert not Path("run.yaml").exists()
+
+
+def test_data_that_are_no_data_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty").mkdir()
+    Path("settings.yaml").write_text("a: 1")
+    words = ["init", "--new-model", "quickstart", "--data"]
+    for data, rule in (
+        ("empty", "no file there ends with .txt"),
+        ("settings.yaml", "is a file of settings"),
+        ("*.jsonl", "no file matches"),
+    ):
+        assert main([*words, data]) == 2
+        assert f"--data = '{data}': {rule}" in capsys.readouterr().err
+        assert not Path("run.yaml").exists()
+    # Names that the Hub may have, where it cannot be asked.
+    assert main([*words, "missing"]) == 0
+    assert "note: missing is not here, and the Hub cannot be asked" in capsys.readouterr().err
+
+
+def test_shards_of_another_tokenizer_than_the_models_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_chat_tokenizer(folder / "other")
+    Path("texts.txt").write_text("a text that is long enough for ten steps " * 200)
+    words = ["--input", "texts.txt", "--tokenizer", "other", "--output", "shards"]
+    assert main(["tokenize", *words]) == 0
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = LlamaConfig(vocab_size=512, num_attention_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained("base")
+    save_chat_tokenizer(folder / "base")
+    tokenizer = json.loads(Path("base/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[50:52]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    Path("base/tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main(["init", "--model", "base", "--data", "shards", *SMALL]) == 2
+    refused = capsys.readouterr().err
+    assert "was tokenized with a different tokenizer than that of model.path = base" in refused
     assert not Path("run.yaml").exists()

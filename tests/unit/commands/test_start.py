@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from bigtrain.cli import main
 from bigtrain.commands import start
@@ -25,12 +27,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A base model, and rows of three formats."""
     monkeypatch.chdir(tmp_path)
     save_chat_tokenizer(tmp_path / "base")
-    config = {
-        "model_type": "llama", "vocab_size": 512, "hidden_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 256,
-    }  # fmt: skip
-    (tmp_path / "base/config.json").write_text(json.dumps(config))
-    (tmp_path / "base/model.safetensors").touch()
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=256,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     for name, rows in (("chats", CHATS), ("pairs", PAIRS), ("texts", TEXTS)):
         text = "\n".join(map(json.dumps, rows))
         (tmp_path / f"{name}.jsonl").write_text(text)
@@ -149,7 +150,7 @@ def test_other_options_and_other_files_are_refused(
         (["--model", "base", "--data", "texts.jsonl", "--chat"], "--chat: "),
         (["--model", "base", "--data", "pairs.jsonl", "--chat"], "rows of --format preference"),
         (["--model", "plain", "--data", "chats.jsonl", "--chat"], "has no chat template"),
-        (["--model", "base", "--data", "chats.jsonl", "--preference"], "no key 'chosen'"),
+        (["--model", "base", "--data", "chats.jsonl", "--preference"], "rows of --format messages"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_tokenized(
@@ -297,3 +298,143 @@ def test_every_end_names_the_next_command(
     said = capsys.readouterr().err
     assert words in said
     assert said.endswith(f"next:\n  bigtrain {' '.join(command)}\n")
+
+
+def _with_config(**values: int) -> None:
+    config = json.loads(Path("base/config.json").read_text())
+    Path("base/config.json").write_text(json.dumps(config | values))
+
+
+def _with_pickled_weights() -> None:
+    Path("base/model.safetensors").rename("base/pytorch_model.bin")
+
+
+def _with_half_of_the_weights() -> None:
+    content = Path("base/model.safetensors").read_bytes()
+    Path("base/model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "words"),
+    [
+        (None, ["--sequence-length", "4096"], "max_position_embeddings = 256"),
+        (lambda: _with_config(intermediate_size=48), [], "has shape [32, 16], the model's"),
+        (lambda: _with_config(num_hidden_layers=2), [], "no tensor there is the model's"),
+        (_with_pickled_weights, [], "is a pickle"),
+        (_with_half_of_the_weights, [], "model.path = 'base': "),
+    ],
+)
+def test_options_and_weights_are_checked_before_anything_is_tokenized(
+    folder: Path,
+    trained: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[], None] | None,
+    more: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr(start, "_tokenize", lambda *_: pytest.fail("tokenized"))
+    if change is not None:
+        change()
+    before = sorted(folder.rglob("*"))
+    assert main(["start", "--model", "base", "--data", "texts.jsonl", *more]) == 2
+    assert words in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("epochs", ["0", "-1", "nan"])
+def test_epochs_are_more_than_zero(epochs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("start", "init"):
+        with pytest.raises(SystemExit):
+            main([command, "--model", "base", "--data", "texts.jsonl", f"--epochs={epochs}"])
+        assert f"--epochs: {epochs} is not a number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("run.yaml", "model:\n  path: base\n", "is a file of settings"),
+        ("engine.json", '{"zero_optimization": {"stage": 2}}', "has the keys zero_optimization"),
+        ("empty.jsonl", "", "is empty"),
+        ("missing.jsonl", None, "does not exist"),
+    ],
+)
+def test_files_that_are_no_data_are_refused(
+    folder: Path,
+    trained: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: str | None,
+    words: str,
+) -> None:
+    if content is not None:
+        Path(name).write_text(content)
+    before = sorted(folder.rglob("*"))
+    assert main(["start", "--model", "base", "--data", name]) == 2
+    refused = capsys.readouterr().err
+    assert f"--data = '{name}': " in refused
+    assert words in refused
+    assert sorted(folder.rglob("*")) == before
+    # Settings may be documents, if that is said.
+    if name == "run.yaml":
+        Path(name).write_text(content * 200 if content else "")
+        assert main(["start", "--model", "base", "--data", name, "--text"]) == 75
+
+
+def test_a_refused_start_may_be_repeated_with_other_options(
+    folder: Path, trained: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shards are kept if they are of the same data."""
+    words = ["start", "--model", "base", "--output", "out", "--data"]
+    Path("short.jsonl").write_text(json.dumps({"text": "hello there"}))
+    assert main([*words, "short.jsonl"]) == 2
+    assert main([*words, "short.jsonl", "--sequence-length", "128"]) == 2
+    capsys.readouterr()
+    assert main([*words, "texts.jsonl", "--epochs", "2"]) == 75
+    assert "out/shards: removed: tokens of other data" in capsys.readouterr().out
+    assert load_run_config("out/run.yaml").train.epochs == 2.0
+
+
+def test_nothing_remains_of_a_start_that_is_refused_while_it_tokenizes(
+    folder: Path, trained: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("broken.jsonl").write_text('{"text": "a"}\nno JSON')
+    before = sorted(folder.rglob("*"))
+    words = ["start", "--model", "base", "--data", "broken.jsonl"]
+    assert main([*words, "--output", "a/b/c"]) == 2
+    assert main(words) == 2
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_error_of_a_contradicting_option_has_one_remedy(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["start", "--model", "base", "--data", "pairs.jsonl", "--chat"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "bigtrain start: 1 problem in the options of bigtrain start",
+        "  --chat: pairs.jsonl has rows of --format preference -> remove --chat",
+    ]
+
+
+def test_rows_without_text_are_no_documents(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["start", "--model", "base", "--data", "chats.jsonl", "--text"]) == 2
+    rule = "--data = 'chats.jsonl': its first row has the keys messages, and no text -> bigtrain "
+    assert rule + "tokenize --text-key KEY" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_models_that_are_no_directories_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file of a model, and a recipe, which has no trained weights."""
+    for command in ("start", "init"):
+        words = [command, "--data", "texts.jsonl", "--model"]
+        for model, rule in (
+            ("base/config.json", "is a file, and a model is a directory -> its directory, such as"),
+            ("quickstart", "is a recipe, whose weights are random"),
+        ):
+            assert main([*words, model]) == 2
+            assert f"--model = '{model}': {rule}" in capsys.readouterr().err
+    assert not Path("runs").exists()
