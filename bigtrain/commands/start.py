@@ -117,13 +117,9 @@ def run(args: StartArguments) -> int:
 def _start(args: StartArguments, directory: Path) -> int:
     """Tokenize, write the run YAML, train and export; return the exit code of the run. Raises
     BigtrainError."""
-    started, keeps_shards = _read_record(directory, args)
+    started = _read_record(directory, args)
     new_run = _checked_run(args, directory)
     missing_folders = [path for path in (directory, *directory.parents) if not path.exists()]
-    if not keeps_shards and (directory / SHARDS).exists():
-        removed_text = "removed: tokens of other data, of a start that has written no run"
-        print(f"{directory / SHARDS}: {removed_text}", flush=True)
-        _remove_shards(directory / SHARDS)
     started.write(directory)
 
     # Shards: of the format that is found, unless they are shards already.
@@ -152,7 +148,11 @@ def _start(args: StartArguments, directory: Path) -> int:
                 _remove_if_unused(directory, missing_folders)
                 raise
             print(f"{error.problems[0].rule}; tokenized again without held-out documents")
-            _remove_shards(shards)
+            # Renamed first: what is left of an interrupted removal is no dataset.
+            removed = shards.with_name(f".{SHARDS}.removed")
+            shutil.rmtree(removed, ignore_errors=True)
+            shards.rename(removed)
+            shutil.rmtree(removed)
             started = replace(started, held_out=0.0)
             started.write(directory)
             _tokenize(args, shards, started.held_out)
@@ -200,26 +200,17 @@ def _remove_if_unused(directory: Path, missing_folders: list[Path]) -> None:
                 parent.rmdir()
 
 
-def _remove_shards(shards: Path) -> None:
-    """Remove the directory `shards`, renamed first: after an interruption it is no dataset."""
-    removed = shards.with_name(f".{SHARDS}.removed")
-    shutil.rmtree(removed, ignore_errors=True)
-    shards.rename(removed)
-    shutil.rmtree(removed)
-
-
 def _stem(name: str) -> str:
     """Return the last part of a model's or file's name, without suffixes."""
     return Path(name.rstrip("/")).name.split(".jsonl")[0].removesuffix(Path(name).suffix) or "data"
 
 
-def _read_record(directory: Path, args: StartArguments) -> tuple[StartRecord, bool]:
-    """Return the record of an earlier start in `directory`, or a new one, and whether shards there
-    are of the data of `args`.
+def _read_record(directory: Path, args: StartArguments) -> StartRecord:
+    """Return the record of an earlier start in `directory`, or a new one.
 
-    A start that was refused before it had a run YAML may be repeated with other options. Raises
-    ConfigError for other options of a run, for a directory of something else, and for one that
-    cannot be written.
+    A start that was refused before it had a run YAML may be repeated with other options, and with
+    other data if it has written no shards. Raises ConfigError for options that contradict files of
+    the earlier start, for a directory of something else, and for one that cannot be written.
     """
     from bigtrain.system.files import why_not_creatable
 
@@ -233,23 +224,28 @@ def _read_record(directory: Path, args: StartArguments) -> tuple[StartRecord, bo
         if directory.is_dir() and any(directory.iterdir()):
             rule, remedy = "holds files of something else than a start", "another --output"
             raise ConfigError(Problem("--output", str(directory), rule, remedy)) from None
-        return StartRecord(options), True
+        return StartRecord(options)
     except (OSError, ValueError, TypeError) as error:
         rule = f"its {RECORD} is no record of a start ({one_line(error)})"
         remedy = "another --output; or restore the file, without which the run is not known"
         raise ConfigError(Problem("--output", str(directory), rule, remedy)) from error
     if started.options == options:
-        return started, True
+        return started
+    rule = f"was started with other options: {shlex.join(started.options)}"
     if (directory / RUN_YAML).exists():
-        rule = f"was started with other options: {shlex.join(started.options)}"
         remedy = f"the same options (settings: edit {directory / RUN_YAML}), or another --output"
         raise ConfigError(Problem("--output", str(directory), rule, remedy))
     parser = argparse.ArgumentParser()
     add_arguments(parser, StartArguments, has_help=False)
     earlier = read_arguments(parser.parse_args(started.options))
     data_options = ("model", "data", "chat", "preference", "text")
-    keeps_shards = all(getattr(earlier, name) == getattr(args, name) for name in data_options)
-    return StartRecord(options, held_out=started.held_out if keeps_shards else 0.02), keeps_shards
+    if all(getattr(earlier, name) == getattr(args, name) for name in data_options):
+        return StartRecord(options, held_out=started.held_out)
+    if (directory / SHARDS).exists():
+        rule = f"{rule}, and its shards are tokens of that data"
+        remedy = f"the same model and data, another --output, or delete {directory / SHARDS}"
+        raise ConfigError(Problem("--output", str(directory), rule, remedy))
+    return StartRecord(options)
 
 
 def _checked_run(args: StartArguments, directory: Path) -> NewRun:
