@@ -15,6 +15,7 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.conversion import axolotl, llama_factory, megatron, megatron_keys, trainer
+from bigtrain.settings.conversion.common import read_values
 from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.tables import Table
 from bigtrain.settings.loading import apply_overrides, parse_run_config, parse_yaml
@@ -135,7 +136,8 @@ def convert(
         for key in omitted
         if key.partition(".")[0] not in keys and key not in source.table
     ]
-    # The rows of the table, then what several keys mean together.
+    # The values, the rows of the table, then the meaning of several keys together.
+    read_values(draft, source.table)
     draft.apply(source.table)
     draft.run.setdefault("optimizer", {})
     source.fill(draft, task)

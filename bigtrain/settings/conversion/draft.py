@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bigtrain.errors import Problem
+from bigtrain.settings.conversion.accepted_values import as_number
 from bigtrain.settings.conversion.tables import Table
 
 OMIT = "--omit {} accepts a run without it"
@@ -14,18 +15,12 @@ OMIT = "--omit {} accepts a run without it"
 
 def is_unset(value: object) -> bool:
     """Return whether a value asks for nothing: null, false, 0, or empty."""
-    return value is None or value is False or value in (0, "", "none", "no") or value in ([], {})
-
-
-def as_number(value: Any) -> Any:
-    """Return the number of a text such as 1e-5, which YAML reads as a text; any other
-    value as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
+    return (
+        value is None
+        or value is False
+        or value in (0, "", "none", "no", "off", "false")
+        or value in ([], {})
+    )
 
 
 @dataclass
@@ -37,12 +32,13 @@ class Draft:
     settings of the run that the user sets, by dotted key. dataset_inputs: what ``tokenize --input``
     reads of a dataset, by the name that the file has for it. run: sections of the run. commands:
     that make the data. notes: lines on keys without counterpart, and on differences. problems: what
-    changes the mathematics and has no counterpart, or is not known. missing_settings: dotted keys
-    of the run that the file leaves open, each with a problem.
+    changes the mathematics and has no counterpart, or is not known. unreadable: keys with values
+    that the other trainer does not take, each with a problem. missing_settings: dotted keys of the
+    run that the file leaves open, each with a problem.
     """
 
     trainer: str
-    keys: Mapping[str, Any]
+    keys: dict[str, Any]
     omitted: Collection[str]
     world_size: int | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -52,6 +48,7 @@ class Draft:
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
     missing_settings: list[str] = field(default_factory=list)
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -69,7 +66,9 @@ class Draft:
         section[name] = value
 
     def refuse(self, key: str, rule: str, fix: str = "") -> None:
-        """Add the problem of a key of the file."""
+        """Add the problem of a key of the file, unless its value is a problem already."""
+        if key.partition(".")[0] in self.unreadable:
+            return
         self.problems.append(Problem(key, self.keys.get(key), rule, fix or OMIT.format(key)))
 
     def required_number(self, key: str, path: str, alternative: str = "") -> Any:

@@ -108,6 +108,8 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
     settings = set(setting_names())
     for key, row in TRAINERS[name].table.items():
         assert row.describe(), key
+        # A value that a conversion reads is one that the trainer takes, or a problem.
+        assert row.accepted is not None or row.kind not in ("sets", "read"), key
         if row.kind == "sets":
             assert any(f"{name}.".startswith(f"{row.path}.") for name in settings), key
         else:
@@ -138,7 +140,7 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
         ({**CLM, "block_size": None}, {"task": "pretrain"}, "block_size", "batch.sequence_length="),
         ({**SFT, "optim": "rmsprop"}, {}, "optim", "is not an optimizer of bigtrain"),
         ({**SFT, "lr_scheduler_type": "polynomial"}, {}, "lr_scheduler_type", "is not a schedule"),
-        ({**SFT, "learning_rate": "fast"}, {}, "learning_rate", "is not a number"),
+        ({**SFT, "learning_rate": "fast"}, {}, "learning_rate", "must be a number above 0"),
         (SFT, {"world_size": None}, "per_device_train_batch_size", "--world-size N"),
         (DPO, {}, "the trainer", "--task pretrain or sft or dpo or orpo or kto or reward"),
         ({**DPO, "loss_type": "aot"}, {"task": "dpo"}, "loss_type", "is not a loss of DPO"),
@@ -193,6 +195,103 @@ def test_other_files_are_refused_as_a_whole(
 ) -> None:
     [(_, problem)] = problems(tmp_path, keys).items()
     assert text in problem
+
+
+AXOLOTL: dict[str, Any] = {
+    "base_model": "org/model",
+    "datasets": [{"path": "org/chats", "type": "chat_template"}],
+    "output_dir": "runs/axolotl",
+    "learning_rate": 1e-5,
+    "micro_batch_size": 2,
+    "warmup_steps": 10,
+    "sample_packing": True,
+}
+LLAMA_FACTORY: dict[str, Any] = {
+    "stage": "sft",
+    "model_name_or_path": "org/model",
+    "dataset": "chats",
+    "output_dir": "runs/factory",
+    "learning_rate": 1e-5,
+    "neat_packing": True,
+    "bf16": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "value", "legal"),
+    [
+        (AXOLOTL, "bf16", "yess", "true or false or auto or full"),
+        (AXOLOTL, "gradient_checkpointing", "maybe", "true or false or offload"),
+        (AXOLOTL, "flash_attention", 3, "true or false"),
+        (AXOLOTL, "val_set_size", 1.5, "a number from 0, whole from 1"),
+        (AXOLOTL, "warmup_steps", "ten", "a number from 0, whole from 1"),
+        (AXOLOTL, "micro_batch_size", -2, "a whole number from 1"),
+        (AXOLOTL, "learning_rate", -1, "a number above 0"),
+        (AXOLOTL, "datasets", 5, "a list or keys and values or a text"),
+        (AXOLOTL, "special_tokens", "<pad>", "keys and values"),
+        (AXOLOTL, "roles_to_train", ["user"], "a run learns answers only"),
+        (AXOLOTL, "bfloat16", True, "masters are float32"),
+        (LLAMA_FACTORY, "bf16", "auto", "true or false"),
+        (LLAMA_FACTORY, "cutoff_len", "64k", "a whole number from 1"),
+        (LLAMA_FACTORY, "flash_attn", "fa4", "auto or disabled or sdpa or fa2 or fa3"),
+        (LLAMA_FACTORY, "max_samples", 10.5, "a whole number from 1"),
+        (SFT, "packing", "somewhat", "true or false"),
+        (SFT, "weight_decay", float("nan"), "a number from 0"),
+        (SFT, "eval_strategy", "stpes", "steps or epoch or no"),
+        (
+            {**SFT, "lr_scheduler_type": "cosine_with_restarts"},
+            "lr_scheduler_kwargs",
+            {"num_cycles": "two"},
+            "a number above 0",
+        ),
+        (SFT, "load_in_4bit", [True], "true or false"),
+    ],
+)
+def test_a_value_that_the_trainer_does_not_take_is_one_problem(
+    tmp_path: Path, keys: dict[str, Any], key: str, value: object, legal: str
+) -> None:
+    convert([write(tmp_path, keys)], world_size=4)
+    found = problems(tmp_path, {**keys, key: value})
+    assert [name.partition(".")[0] for name in found] == [key]
+    assert legal in "".join(found.values())
+    # Without the key it is a run.
+    convert([write(tmp_path, {**keys, key: None if key not in keys else keys[key]})], world_size=4)
+
+
+@pytest.mark.parametrize("word", [True, "true", "yes", "On", "1", 1])
+@pytest.mark.parametrize(
+    ("keys", "key", "setting"),
+    [
+        (AXOLOTL, "gradient_checkpointing", ("model", "gradient_checkpointing")),
+        (LLAMA_FACTORY, "torch_compile", ("model", "compile")),
+        (SFT, "fp16", ("precision", "dtype")),
+    ],
+)
+def test_true_and_false_are_read_as_yaml_and_the_trainer_do(
+    tmp_path: Path, word: object, keys: dict[str, Any], key: str, setting: tuple[str, str]
+) -> None:
+    without = {name: value for name, value in keys.items() if name != "bf16"} | {"bf16": False}
+    without = keys if key != "fp16" else without
+    opposite = {"true": "false", "yes": "no", "On": "off", "1": "0"}.get(str(word), not word)
+    section, name = setting
+
+    def value(word: object) -> object:
+        tree = convert([write(tmp_path, {**without, key: word})], world_size=4).tree
+        return tree[section].get(name)
+
+    assert value(word) == value(True) != value(opposite) == value(False)
+
+
+def test_keys_within_keys_are_read_too(tmp_path: Path) -> None:
+    keys = next(
+        file["keys"]
+        for name, file in json.loads(
+            Path(__file__).with_name("public_files.json").read_text(encoding="utf-8")
+        ).items()
+        if name.startswith("EleutherAI") and file.get("omit") == [] and "fp16" in file["keys"]
+    )
+    found = problems(tmp_path, {**keys, "fp16": {"enabled": "perhaps"}})
+    assert found["fp16.enabled"].startswith("must be true or false, as in GPT-NeoX")
 
 
 def test_rows_without_packing_are_samples(tmp_path: Path) -> None:
