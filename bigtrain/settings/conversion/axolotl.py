@@ -208,7 +208,9 @@ def fill(draft: Draft, task: str | None) -> None:
     set_schedule(draft, "lr_scheduler", "cosine", options)
     if name == "cosine" and draft.value("cosine_min_lr_ratio") is not None:
         draft.set("schedule.min_lr_ratio", draft.number("cosine_min_lr_ratio"))
-    if draft.value("warmup_steps") is None and draft.value("warmup_ratio") is None:
+    warmup_keys = {"warmup_steps", "warmup_ratio"}
+    has_warmup = any(draft.value(key) is not None for key in warmup_keys)
+    if not has_warmup and not warmup_keys & draft.unreadable:
         rule = "without it Axolotl warms up for min(3 % of the steps, 100)"
         draft.refuse("warmup_ratio", rule, "warmup_steps: N or warmup_ratio: R in the file")
     degrees = _set_degrees(draft)

@@ -85,7 +85,7 @@ def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any
     if name == "cosine_with_min_lr" and "min_lr_rate" in options:
         known[name] = {"type": "cosine", "min_lr_ratio": options.pop("min_lr_rate")}
     if name == "cosine_with_min_lr" and "min_lr" in options:
-        ratio = float(options.pop("min_lr")) / draft.run["optimizer"]["lr"]
+        ratio = float(options.pop("min_lr")) / (draft.run["optimizer"]["lr"] or 1.0)
         known[name] = {"type": "cosine", "min_lr_ratio": ratio}
     if name == "cosine_with_restarts":
         known[name] = {"type": "cosine", **floor, "cycles": options.pop("num_cycles", 1)}

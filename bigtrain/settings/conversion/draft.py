@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from bigtrain.settings.conversion.accepted_values import as_number
 from bigtrain.settings.conversion.tables import Table
 
 OMIT = "--omit {} accepts a run without it"
+MISSPELT = 0.85
+"""Similarity, of difflib, from which a key that a trainer does not have is taken for a misspelling
+of one that it has."""
 
 
 def is_unset(value: object) -> bool:
@@ -32,9 +36,9 @@ class Draft:
     settings of the run that the user sets, by dotted key. dataset_inputs: what ``tokenize --input``
     reads of a dataset, by the name that the file has for it. run: sections of the run. commands:
     that make the data. notes: lines on keys without counterpart, and on differences. problems: what
-    changes the mathematics and has no counterpart, or is not known. unreadable: keys with values
-    that the other trainer does not take, each with a problem. missing_settings: dotted keys of the
-    run that the file leaves open, each with a problem.
+    changes the mathematics and has no counterpart, or is not known. unreadable: keys without a
+    known value, since the file misspells the key or the value, each with a problem.
+    missing_settings: dotted keys of the run that the file leaves open, each with a problem.
     """
 
     trainer: str
@@ -80,6 +84,8 @@ class Draft:
             return number
         if alternative in self.given_settings:
             return 0
+        if key in self.unreadable:
+            return 1
         self.missing_settings.append(path)
         fix = f"{path}=VALUE after the file, or a further file with {key}"
         self.refuse(key, "is missing", fix)
@@ -110,10 +116,19 @@ class Draft:
                 self.notes.append(f"{key} = {value!r}: omitted, as --omit asks")
             elif key not in table:
                 if not is_unset(value):
-                    rule = f"is not a key of {self.trainer} that bigtrain knows"
-                    self.refuse(key, rule)
+                    self._refuse_unknown(key, table)
             else:
                 self._apply_row(key, value, table)
+
+    def _refuse_unknown(self, key: str, table: Table) -> None:
+        """Refuse a key that the table does not have. A key that is nearly one of the table is
+        taken for a misspelling: the value of the key that is meant is then not missing."""
+        fix = OMIT.format(key)
+        candidates = [name for name in table if name not in self.keys]
+        if meant := difflib.get_close_matches(key, candidates, n=1, cutoff=MISSPELT):
+            fix = f"did you mean {meant[0]}? Otherwise {fix}"
+        self.refuse(key, f"is not a key of {self.trainer} that bigtrain knows", fix)
+        self.unreadable.update(meant)
 
     def _apply_row(self, key: str, value: Any, table: Table) -> None:
         row = table[key]

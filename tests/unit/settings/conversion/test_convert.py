@@ -188,6 +188,15 @@ def test_nothing_is_guessed(
         ({"model": "m", "train_dataset": "d", "cutoff_len": 8}, "LLaMA-Factory's new trainer (v1)"),
         ({**DPO, "num_generations": 8}, "is of reinforcement learning, which is not converted"),
         ({"num_layers": 2, "train_impl": "dpo"}, "is of GPT-NeoX's post-training"),
+        (
+            {"model": {"path": "m"}, "data": {"path": "d"}, "train": {"steps": 1}, "seed": 1},
+            "is a run of bigtrain already -> bigtrain check --config ",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2},
+            "is a DeepSpeed JSON, not a trainer's file -> bigtrain check --config RUN.yaml "
+            "--deepspeed_config ",
+        ),
     ],
 )
 def test_other_files_are_refused_as_a_whole(
@@ -292,6 +301,66 @@ def test_keys_within_keys_are_read_too(tmp_path: Path) -> None:
     )
     found = problems(tmp_path, {**keys, "fp16": {"enabled": "perhaps"}})
     assert found["fp16.enabled"].startswith("must be true or false, as in GPT-NeoX")
+
+
+def misspelt(keys: dict[str, Any], key: str, name: str) -> dict[str, Any]:
+    """Return the keys of a file with `name` in the place of `key`."""
+    return {name if old == key else old: value for old, value in keys.items()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "name"),
+    [
+        (AXOLOTL, "base_model", "base_mode"),
+        (AXOLOTL, "learning_rate", "learing_rate"),
+        (AXOLOTL, "warmup_steps", "warmup_stps"),
+        (AXOLOTL, "datasets", "dataset"),
+        (LLAMA_FACTORY, "stage", "stge"),
+        (LLAMA_FACTORY, "neat_packing", "neat_paking"),
+        (SFT, "learning_rate", "learning_rte"),
+        (SFT, "per_device_train_batch_size", "per_device_train_batchsize"),
+        (SFT, "assistant_only_loss", "assistant_only_los"),
+    ],
+)
+def test_a_misspelt_key_is_one_problem_with_the_key_that_is_meant(
+    tmp_path: Path, keys: dict[str, Any], key: str, name: str
+) -> None:
+    found = problems(tmp_path, misspelt(keys, key, name), trainer_name=None)
+    assert list(found) == [name]
+    assert f"did you mean {key}?" in found[name]
+
+
+def test_a_misspelt_key_is_not_omitted_by_the_whole_command(tmp_path: Path) -> None:
+    keys = {**misspelt(SFT, "learning_rate", "learning_rte"), "eos_token": "x", "kl_coef": 1}
+    found = problems(tmp_path, keys)
+    assert "kl_coef eos_token" in found["all of these"] or "eos_token" in found["all of these"]
+    assert "learning_rte" not in found["all of these"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "key", "text"),
+    [
+        (AXOLOTL, {"output_dir": None}, "output_dir", "output.directory=VALUE after the file"),
+        (SFT, {"output_dir": None}, "output_dir", "output_dir: VALUE in the file"),
+        (AXOLOTL, {"datasets": None}, "datasets", "data.path=SHARDS after the file"),
+        (SFT, {"adam_beta1": 1.0}, "adam_beta1", "optimizer.betas"),
+        (AXOLOTL, {"neftune_noise_alpha": 1e9, "adam_beta2": 1}, "adam_beta2", "optimizer.betas"),
+    ],
+)
+def test_a_setting_that_is_refused_is_a_problem_of_the_key_of_the_file(
+    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], key: str, text: str
+) -> None:
+    found = problems(tmp_path, {**keys, **changes})
+    assert list(found) == [key]
+    assert text in found[key]
+
+
+def test_a_directory_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path)]) == 2
+    assert "is a directory -> the path of one file: it has no YAML" in capsys.readouterr().err
+    path = write(tmp_path, SFT)
+    assert main(["convert", str(tmp_path)]) == 2
+    assert f"the path of one file: {path}" in capsys.readouterr().err
 
 
 def test_rows_without_packing_are_samples(tmp_path: Path) -> None:
