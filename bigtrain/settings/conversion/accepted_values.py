@@ -17,16 +17,17 @@ _TYPE_NAMES: Mapping[type, str] = {str: "a text", list: "a list", dict: "keys an
 class Values:
     """Values that another trainer takes for a key.
 
-    has_flags: true and false. words: texts with a meaning. least, most: of numbers, None where
-    numbers are not taken; is_above_least: without the least itself; whole_from: numbers from this
-    one on are whole. types: of str, list, dict, any value. fields: values of a dictionary by key.
+    has_flags: true and false. words: texts with a meaning. minimum, maximum: of numbers; a minimum
+    of None takes no numbers. is_above_minimum: without the minimum itself. whole_from: from this
+    number on only whole ones. types: of str, list, dict, any value. fields: values of a dictionary
+    by key.
     """
 
     has_flags: bool = False
     words: tuple[str, ...] = ()
-    least: float | None = None
-    most: float = math.inf
-    is_above_least: bool = False
+    minimum: float | None = None
+    maximum: float = math.inf
+    is_above_minimum: bool = False
     whole_from: float = math.inf
     types: tuple[type, ...] = ()
     fields: Mapping[str, Values] = field(default_factory=dict)
@@ -43,9 +44,9 @@ class Values:
             if text in _FALSE or value in (0, "0"):
                 return False
         number = None if isinstance(value, bool) else as_number(value)
-        if self.least is not None and isinstance(number, (int, float)) and math.isfinite(number):
-            is_in_range = self.least <= number <= self.most
-            is_excluded = self.is_above_least and number == self.least
+        if self.minimum is not None and isinstance(number, (int, float)) and math.isfinite(number):
+            is_in_range = self.minimum <= number <= self.maximum
+            is_excluded = self.is_above_minimum and number == self.minimum
             if is_in_range and not is_excluded and number < self.whole_from:
                 return number
             if is_in_range and not is_excluded and number == int(number):
@@ -58,13 +59,15 @@ class Values:
         """Return the values in words."""
         texts = ["true", "false"] if self.has_flags else []
         texts += self.words
-        if self.least is not None:
-            kind = "a whole number" if self.whole_from == -math.inf else "a number"
-            lower = f"above {self.least:g}" if self.is_above_least else f"from {self.least:g}"
-            upper = f" to {self.most:g}" if self.most < math.inf else ""
-            whole = f", whole from {self.whole_from:g}" if abs(self.whole_from) < math.inf else ""
-            texts.append(f"{kind} {lower}{upper}{whole}")
-        texts += [_TYPE_NAMES[kind] for kind in self.types]
+        if self.minimum is not None:
+            noun = "a whole number" if self.whole_from == -math.inf else "a number"
+            lower = f"above {self.minimum:g}" if self.is_above_minimum else f"from {self.minimum:g}"
+            upper = f" to {self.maximum:g}" if self.maximum < math.inf else ""
+            integers = (
+                f", whole from {self.whole_from:g}" if abs(self.whole_from) < math.inf else ""
+            )
+            texts.append(f"{noun} {lower}{upper}{integers}")
+        texts += [_TYPE_NAMES[type_] for type_ in self.types]
         return " or ".join(texts)
 
     @property
@@ -74,7 +77,7 @@ class Values:
             return False
         if self.words:
             return self.words[0]
-        return self.types[0]() if self.least is None else min(max(1, self.least), self.most)
+        return self.types[0]() if self.minimum is None else min(max(1, self.minimum), self.maximum)
 
 
 def flag(*words: str) -> Values:
@@ -82,9 +85,9 @@ def flag(*words: str) -> Values:
     return Values(has_flags=True, words=words)
 
 
-def whole(least: float, most: float = math.inf) -> Values:
-    """Return the whole numbers from `least` to `most`."""
-    return Values(least=least, most=most, whole_from=-math.inf)
+def whole(minimum: float, maximum: float = math.inf) -> Values:
+    """Return the whole numbers from `minimum` to `maximum`."""
+    return Values(minimum=minimum, maximum=maximum, whole_from=-math.inf)
 
 
 def fields(**values: Values) -> Values:
@@ -94,10 +97,10 @@ def fields(**values: Values) -> Values:
 
 FLAG = flag()
 COUNT = whole(1)
-NUMBER = Values(least=0)
-POSITIVE = Values(least=0, is_above_least=True)
-SHARE = Values(least=0, most=1)
-SHARE_OR_COUNT = Values(least=0, whole_from=1)
+NUMBER = Values(minimum=0)
+POSITIVE = Values(minimum=0, is_above_minimum=True)
+SHARE = Values(minimum=0, maximum=1)
+SHARE_OR_COUNT = Values(minimum=0, whole_from=1)
 TEXT = Values(types=(str,))
 TEXTS = Values(types=(str, list))
 FIELDS = fields()
@@ -144,7 +147,7 @@ TRAINER_VALUES: Accepted = [
         "adam_epsilon weight_decay max_grad_norm neftune_noise_alpha "
         "center_rewards_coefficient beta desirable_weight undesirable_weight simpo_gamma",
     ),
-    (Values(least=0, most=100), "validation_split_percentage"),
+    (Values(minimum=0, maximum=100), "validation_split_percentage"),
     (Values(words=("steps", "epoch", "best", "no")), "save_strategy"),
     (Values(words=("steps", "epoch", "no")), "eval_strategy evaluation_strategy"),
     (Values(words=("bfd", "bfd_split", "ffd", "wrapped")), "packing_strategy"),

@@ -173,7 +173,7 @@ class _Arguments:
 def _by_keys_of_file(problems: Sequence[Problem], draft: Draft, table: Table) -> list[Problem]:
     """Return the problems of settings as problems of the keys of the file that decide the settings,
     one for each key; the problem of a setting that no key of the file decides as it is."""
-    by_key: dict[str, Problem] = {}
+    problem_of_key: dict[str, Problem] = {}
     for problem in problems:
         setting = problem.key
         # The setting of a key's row, or a section of it; exact names first.
@@ -184,17 +184,19 @@ def _by_keys_of_file(problems: Sequence[Problem], draft: Draft, table: Table) ->
                 if name and is_within and row.kind in ("sets", "read"):
                     distances.append((is_unset(draft.value(key)), name != setting, key))
         if not distances or setting in draft.given_settings:
-            by_key[setting] = problem
+            problem_of_key[setting] = problem
             continue
         _, _, key = min(distances, key=lambda distance: distance[:2])
         row_path = table[key].path or setting
         fix = f"{key}: VALUE in the file, or {row_path}=VALUE after the file"
         if draft.value(key) is None:
-            by_key.setdefault(key, Problem(key, None, "is missing", fix))
+            problem_of_key.setdefault(key, Problem(key, None, "is missing", fix))
         else:
             rule = f"{problem.rule} ({setting})"
-            by_key.setdefault(key, Problem(key, draft.keys.get(key), rule, problem.remedy or fix))
-    return list(by_key.values())
+            problem_of_key.setdefault(
+                key, Problem(key, draft.keys.get(key), rule, problem.remedy or fix)
+            )
+    return list(problem_of_key.values())
 
 
 def _whole_command(draft: Draft, arguments: _Arguments) -> list[Problem]:
@@ -244,7 +246,7 @@ def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Train
         raise ConfigError(Problem(label, None, "is a DeepSpeed JSON, not a trainer's file", fix))
     if name is not None:
         return TRAINERS[name]
-    owner = next((one for one in TRAINERS.values() if one.owns(one.flat(tree))), None)
+    owner = next((source for source in TRAINERS.values() if source.owns(source.flat(tree))), None)
     # A misspelt key may decide it: then another trainer has more of the keys.
     num_known = len(owner.flat(tree).keys() & owner.table.keys()) if owner else 0
     for candidate in TRAINERS.values():
@@ -253,16 +255,16 @@ def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Train
             key: difflib.get_close_matches(key, candidate.table, n=1, cutoff=MISSPELT)
             for key in keys.keys() - candidate.table.keys()
         }
-        meant = {key: names[0] for key, names in matches.items() if names}
+        corrections = {key: names[0] for key, names in matches.items() if names}
         is_nearer = len(keys.keys() & candidate.table.keys()) > num_known
-        if meant and is_nearer and not candidate.owns(keys):
-            corrected = {meant.get(key, key): value for key, value in keys.items()}
+        if corrections and is_nearer and not candidate.owns(keys):
+            corrected = {corrections.get(key, key): value for key, value in keys.items()}
             if candidate.owns(corrected):
                 rule = f"is not a key of {candidate.name}, whose other keys the file has"
                 raise ConfigError(
                     [
                         Problem(key, keys[key], rule, f"did you mean {name}?")
-                        for key, name in meant.items()
+                        for key, name in corrections.items()
                     ],
                     label,
                 )

@@ -125,10 +125,10 @@ class Draft:
         taken for a misspelling: the value of the key that is meant is then not missing."""
         fix = OMIT.format(key)
         candidates = [name for name in table if name not in self.keys]
-        if meant := difflib.get_close_matches(key, candidates, n=1, cutoff=MISSPELT):
-            fix = f"did you mean {meant[0]}? Otherwise {fix}"
+        if similar := difflib.get_close_matches(key, candidates, n=1, cutoff=MISSPELT):
+            fix = f"did you mean {similar[0]}? Otherwise {fix}"
         self.refuse(key, f"is not a key of {self.trainer} that bigtrain knows", fix)
-        self.unreadable.update(meant)
+        self.unreadable.update(similar)
 
     def _apply_row(self, key: str, value: Any, table: Table) -> None:
         row = table[key]

@@ -79,5 +79,7 @@ def rows(names: str, row: KeyRow) -> dict[str, KeyRow]:
 def with_values(table: Table, values: Accepted) -> Table:
     """Return a table whose rows have the values that the trainer takes: `values`, each with the
     names of keys, divided by spaces."""
-    accepted = {name: taken for taken, names in values for name in names.split()}
+    accepted = {
+        name: accepted_values for accepted_values, names in values for name in names.split()
+    }
     return {**table, **{name: replace(table[name], accepted=accepted[name]) for name in accepted}}
