@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
 from bigtrain.settings.sections.extensions import ImportedName
+from bigtrain.system.units import SHORT_DTYPES
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
@@ -153,9 +154,6 @@ class MoeSection(Section):
     """by how much each step raises (lowers) the selection bias of an expert to which fewer (more)
     tokens of the global batch than the mean were routed (DeepSeek-V3: 0.001); 0: biases stay as
     they are"""
-
-
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class PrecisionSection(Section):
