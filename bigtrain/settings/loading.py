@@ -218,14 +218,14 @@ def parse_run_config(
 
 def _problems_of(details: Iterable[Any]) -> list[Problem]:
     """Return one problem for each value that errors of pydantic are about: the branches of a union
-    each have an error of the same value."""
+    each have an error of its value."""
     branches_of_key: dict[str, list[tuple[int, Problem]]] = {}
     for detail in details:
         problem = _problem_of(detail)
         branches_of_key.setdefault(problem.key, []).append((len(detail["loc"]), problem))
     problems = []
     for branches in branches_of_key.values():
-        # A branch that has looked into a list is the one that is meant.
+        # A branch that has looked into a list is the intended branch.
         depth = max(branch_depth for branch_depth, _ in branches)
         deepest = [problem for branch_depth, problem in branches if branch_depth == depth]
         values: dict[str, list[Problem]] = {}
@@ -296,8 +296,8 @@ _PLAIN_RULES = (
 
 
 def _settings_to_write(key: str) -> list[str]:
-    """Return the settings that give `key` a value: of a section the ones that it requires, or its
-    first one where it requires none; of any other setting the setting itself."""
+    """Return the settings that give `key` a value: of a section the required settings, or the
+    first setting of a section without required ones; of any other key the key itself."""
     section: type[Section] | None = RunConfig
     for name in key.split("."):
         field = section.model_fields.get(name) if section else None

@@ -23,8 +23,8 @@ OPTIMIZERS = {
 
 
 def read_values(draft: Draft, table: Table) -> None:
-    """Replace the values of the file by the values that the other trainer reads. A value that the
-    trainer does not take is a problem, never a guess; a legal value takes its place, so that the
+    """Replace the values of the file by the values that the trainer reads. A value that the trainer
+    does not take is a problem, never a guess; a legal value takes its place, so that the
     problems of other keys are found, too."""
     for key, value in draft.keys.items():
         accepted = table[key].accepted if key in table else None

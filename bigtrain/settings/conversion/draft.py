@@ -121,8 +121,8 @@ class Draft:
                 self._apply_row(key, value, table)
 
     def _refuse_unknown(self, key: str, table: Table) -> None:
-        """Refuse a key that the table does not have. A key that is nearly one of the table is
-        taken for a misspelling: the value of the key that is meant is then not missing."""
+        """Refuse a key that the table does not have. A key similar to a key of the table is taken
+        for a misspelling: then the value of the similar key is not missing."""
         fix = OMIT.format(key)
         candidates = [name for name in table if name not in self.keys]
         if similar := difflib.get_close_matches(key, candidates, n=1, cutoff=MISSPELT):

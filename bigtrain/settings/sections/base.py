@@ -110,15 +110,15 @@ def section_within(annotation: Any) -> type[Section] | None:
 
 
 def words_of(annotation: Any) -> list[str]:
-    """Return the words that a field of `annotation` takes, those of all branches of a union."""
+    """Return the words that a field of `annotation` takes, in every branch of a union."""
     if get_origin(annotation) is Literal:
         return [word for word in get_args(annotation) if isinstance(word, str)]
     return [word for branch in get_args(annotation) for word in words_of(branch)]
 
 
 def word_for_switch(value: object, words: Sequence[str]) -> str | None:
-    """Return the one of `words` that true or false means, under the names that other programs have
-    for them; None for any other value, and where no word is a switch."""
+    """Return the word of `words` that true or false means, also written on, off, yes or no; None
+    for any other value, and for words without a switch."""
     switch = str(value).lower()
     meanings = {
         **dict.fromkeys(("true", "on", "yes"), ("on", "full", "auto")),
