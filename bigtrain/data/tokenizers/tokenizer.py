@@ -266,7 +266,9 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     problem = None if is_local else _hub_problem(name)
     files = ("tokenizer.json", "tokenizer_config.json")
     if directory.is_file():
-        folder = directory.parent if directory.name in files else "DIRECTORY"
+        folder = "a folder"
+        if any((directory.parent / file).is_file() for file in files):
+            folder = str(directory.parent)
         raise DataError(
             f"{name} is a file, and a tokenizer is a folder with {' or '.join(files)} -> {folder}"
         )

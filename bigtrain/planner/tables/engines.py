@@ -167,7 +167,9 @@ def load_calibration(path: Path) -> tuple[Device, MeasuredEngine | None]:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        rule = f"is not a calibration: {key + ': ' if key else ''}{first['msg']}"
+        rule = f"is not a calibration: {key}: {first['msg']}"
+        if not key:
+            rule = "is not a calibration: must hold device and engine"
         raise ConfigError(Problem("--hardware", str(path), rule, fix)) from error
     except OSError as error:
         rule = "no such file" if not path.exists() else f"cannot be read: {error.strerror}"

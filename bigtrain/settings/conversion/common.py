@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -93,9 +94,10 @@ def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any
         options.pop("num_cycles")  # the default: half a wave
     if name not in known or options:
         extra = f" with {options}" if options else ""
-        draft.refuse(
-            key, f"{name}{extra} is not a schedule of bigtrain", "schedule.type=NAME:FUNCTION"
-        )
+        similar = difflib.get_close_matches(str(name), known, n=1)
+        fix = f"did you mean {similar[0]}? " if similar and name not in known else ""
+        fix += "schedule.type=NAME:FUNCTION"
+        draft.refuse(key, f"{name}{extra} is not a schedule of bigtrain", fix)
         return
     for setting, value in known[name].items():
         draft.set(f"schedule.{setting}", value)

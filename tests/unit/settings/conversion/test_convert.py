@@ -138,6 +138,7 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
             "--omit metric_for_best_model: the loss",
         ),
         ({**CLM, "block_size": None}, {"task": "pretrain"}, "block_size", "batch.sequence_length="),
+        ({**SFT, "lr_scheduler_type": "cosinus"}, {}, "lr_scheduler_type", "did you mean cosine?"),
         ({**SFT, "optim": "rmsprop"}, {}, "optim", "is not an optimizer of bigtrain"),
         ({**SFT, "lr_scheduler_type": "polynomial"}, {}, "lr_scheduler_type", "is not a schedule"),
         ({**SFT, "learning_rate": "fast"}, {}, "learning_rate", "must be a number above 0"),
