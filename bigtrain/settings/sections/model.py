@@ -123,8 +123,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.config is None):
-            is_missing = self.path is None
-            fix = "add one of them" if is_missing else "model.config=null, or model.path=null"
+            fix = "model.config=null, or model.path=null"
+            if self.path is None:
+                fix = "model.path=MODEL, or add model.config"
             raise ValueError(
                 "exactly one of model.path (trained weights) and model.config (random weights) "
                 f"must be set -> {fix}"

@@ -201,6 +201,8 @@ def test_the_remedy_for_a_missing_section_is_accepted(tmp_path: Path, section: s
         ("adapters.targets=[1]", "adapters.targets = 1: input should be a valid string"),
         ("adapters.targets=attentoin", "-> did you mean attention?"),
         ("logging.trackers=wandb", "-> write a list: logging.trackers=[wandb]"),
+        ("model.config=null", "must be set -> model.path=MODEL, or add model.config"),
+        ("data.path=null", "must be set -> data.path=SHARDS, or add data.sources"),
         ("seed=true", "must be a number, not true or false -> write a number"),
     ],
 )
