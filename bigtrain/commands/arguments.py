@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from bigtrain.system.arguments import Argument
+from bigtrain.system.units import SHORT_DTYPES
 
 EXIT_CODES = (
     "Exit codes: 0 done; 2 a problem with the arguments or their files, reported in one "
@@ -35,6 +36,14 @@ Overrides = Annotated[
     ),
 ]
 NewDirectory = Annotated[Path, Argument(help="directory to write")]
+
+
+def dtype_name(text: str) -> str:
+    """Return the dtype that `text` names, also by a short name, as in ``precision.dtype``."""
+    return SHORT_DTYPES.get(text, text)
+
+
+Dtype = Annotated[Literal["float32", "bfloat16", "float16"], dtype_name]
 
 
 def shard_size(text: str) -> str:

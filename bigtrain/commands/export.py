@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from bigtrain.commands.arguments import NewDirectory, shard_size
+from bigtrain.commands.arguments import Dtype, NewDirectory, shard_size
 from bigtrain.system.next_commands import model_line, next_lines
 
 
@@ -22,7 +22,7 @@ class ExportArguments:
     best: bool = False
     """export the best checkpoint by the run's evaluation.best"""
     output: NewDirectory
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Dtype | None = None
     """of the stored weights (default: the dtype of each tensor in the base; without a base the
     run's precision.dtype; for adapters: float32)"""
     merge: bool = False

@@ -6,9 +6,9 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from bigtrain.commands.arguments import NewDirectory, shard_size
+from bigtrain.commands.arguments import Dtype, NewDirectory, shard_size
 from bigtrain.system.arguments import Argument, Positive, positive_int
 from bigtrain.system.next_commands import model_line, next_lines
 
@@ -41,7 +41,7 @@ class MergeArguments:
     weights: Annotated[tuple[float, ...], shares, "W,W", Argument(action="store")] = ()
     """share of each checkpoint, oldest first or in the order of --steps (default: equal)"""
     output: NewDirectory
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Dtype | None = None
     """of the stored weights (default: the dtype of each tensor in the base; without a base the
     run's precision.dtype)"""
     max_shard_size: Annotated[str, shard_size] = "5GB"

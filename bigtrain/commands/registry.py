@@ -7,11 +7,12 @@ import argparse
 import difflib
 import importlib
 import re
+import sys
 from typing import Any, NoReturn, get_type_hints
 
 from bigtrain import __version__
 from bigtrain.commands.arguments import EXIT_CODES
-from bigtrain.system.arguments import add_arguments
+from bigtrain.system.arguments import add_arguments, with_plain_types
 
 COMMANDS = {
     "start": "train a model on a file, in one command: tokenize, plan, train, export",
@@ -63,9 +64,13 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.commands: dict[str, argparse.ArgumentParser] = {}
+        self.unread_words: list[str] = []
         self.named_command: argparse.ArgumentParser | None = None  # whose arguments are loaded
 
     def error(self, message: str) -> NoReturn:
+        message = with_plain_types(message)
+        if message.endswith("required: COMMAND") and self.unread_words:
+            message = f"unrecognized arguments: {' '.join(self.unread_words)}"
         match = _UNKNOWN_COMMAND.match(message)
         if match is not None:
             name = match[1]
@@ -88,6 +93,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")  # without the usage: one line
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.unread_words = list(sys.argv[1:] if args is None else args)
         if self._intermixing or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
         self._intermixing = True  # overrides are parsed here
@@ -100,7 +106,7 @@ class CommandParser(argparse.ArgumentParser):
 def similar_option(message: str, parser: argparse.ArgumentParser) -> str | None:
     """Return the option of `parser` that an unknown one in an error of argparse may mean."""
     words = message.partition("unrecognized arguments: ")[2].split()
-    options = re.findall(r"--[\w-]+", parser.format_usage())
+    options = ["--help", *re.findall(r"--[\w-]+", parser.format_usage())]
     matches = [difflib.get_close_matches(word, options, n=1, cutoff=0.75) for word in words]
     return next((match[0] for match in matches if match), None)
 

@@ -116,6 +116,11 @@ def compare_with_server(
 
     Raises ModelError if either cannot be read, or if the server reads other tokens.
     """
+    if not url.startswith(("http://", "https://")):
+        raise ModelError(
+            f"--compare-with {url}: must begin with http:// or https:// -> --compare-with "
+            f"http://{url.rpartition('://')[2]}"
+        )
     tokenizer = load_part(AutoTokenizer, model)
     ids = prompt_ids(tokenizer, prompt, read_record(Path(local_path(model))))
     if not ids:

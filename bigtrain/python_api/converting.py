@@ -15,6 +15,9 @@ from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.files import write_whole
 from bigtrain.system.next_commands import train_line
 
+_SUFFIXES = (".yaml", ".yml", ".json")
+"""Endings of names of files that are converted."""
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -50,9 +53,17 @@ def convert(
     """
     # Refuse before anything is read.
     path = Path(output)
-    if missing := [str(file) for file in files if not Path(file).is_file()]:
-        rule, fix = "no such file", "the path of the other trainer's file"
-        raise ConfigError([Problem(name, None, rule, fix) for name in missing])
+    problems = []
+    for file in map(Path, files):
+        if file.is_dir():
+            paths = sorted(str(path) for path in file.iterdir() if path.suffix in _SUFFIXES)
+            fix = f"the path of one file: {', '.join(paths) or 'it has no YAML or JSON'}"
+            problems.append(Problem(str(file), None, "is a directory", fix))
+        elif not file.is_file():
+            fix = "the path of the other trainer's file"
+            problems.append(Problem(str(file), None, "no such file", fix))
+    if problems:
+        raise ConfigError(problems)
     if path.exists() and not force:
         rule = "exists, and may have been edited"
         fix = "another --output, or --force to replace it"
@@ -70,7 +81,8 @@ def convert(
         overrides=overrides,
         more_words=more_words,
     )
-    resolve_run(converted.config, world_size or 1)
+    if world_size is None:
+        resolve_run(converted.config, 1)
     # The YAML begins with what was converted, and what was not.
     names = ", ".join(str(file) for file in files)
     head = [

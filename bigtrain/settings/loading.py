@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from bigtrain.errors import ConfigError, Problem, one_line, without_secrets
 from bigtrain.settings.run_config import RunConfig, Section
-from bigtrain.settings.sections.base import section_of
+from bigtrain.settings.sections.base import section_of, word_for_switch
 from bigtrain.system.shipped_files import recipes
 from bigtrain.system.storage.stores import is_address
 from bigtrain.system.text_files import TextFileError, read_text
@@ -210,10 +210,33 @@ def parse_run_config(
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems.extend(_problem_of(detail) for detail in error.errors())
+        problems.extend(_problems_of(error.errors()))
     if problems:
         raise ConfigError(problems, f"{source} and the command line" if overrides else source)
     return config
+
+
+def _problems_of(details: Iterable[Any]) -> list[Problem]:
+    """Return one problem for each value that errors of pydantic are about: the branches of a union
+    each have an error of its value."""
+    branches_of_key: dict[str, list[tuple[int, Problem]]] = {}
+    for detail in details:
+        problem = _problem_of(detail)
+        branches_of_key.setdefault(problem.key, []).append((len(detail["loc"]), problem))
+    problems = []
+    for branches in branches_of_key.values():
+        # A branch that has looked into a list is the intended branch.
+        depth = max(branch_depth for branch_depth, _ in branches)
+        deepest = [problem for branch_depth, problem in branches if branch_depth == depth]
+        values: dict[str, list[Problem]] = {}
+        for problem in deepest:
+            values.setdefault(repr(problem.value), []).append(problem)
+        for duplicates in values.values():
+            rule = ", or ".join(dict.fromkeys(problem.rule for problem in duplicates))
+            suggestions = [p.remedy for p in duplicates if p.remedy.startswith("did you mean")]
+            remedies = suggestions or [problem.remedy for problem in duplicates]
+            problems.append(Problem(duplicates[0].key, duplicates[0].value, rule, remedies[-1]))
+    return problems
 
 
 def _problem_of(detail: Any) -> Problem:
@@ -239,7 +262,10 @@ def _problem_of(detail: Any) -> Problem:
         remedy = f"{_suggestion(location)}known here: {', '.join(_fields_at(location[:-1]))}"
         return Problem(key, input_value, "unknown key", remedy)
     if detail["type"] == "missing":
-        return Problem(key, None, "is required", f"add {key} to the file or as {key}=VALUE")
+        members = _settings_to_write(key)
+        overrides = " ".join(f"{name}=VALUE" for name in members)
+        fix = f"add {' and '.join(members)} to the file or as {overrides}"
+        return Problem(key, None, "is required", fix)
 
     # Values: the fix is the choice that is meant, or follows from the kind of error.
     rule = str(detail["msg"]).removeprefix("Value error, ")
@@ -249,7 +275,7 @@ def _problem_of(detail: Any) -> Problem:
         choices = re.findall(r"'([^']*)'", rule)
         name = str(value).lower()
         close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-        nearest = _ALSO_KNOWN_AS.get(name)
+        nearest = word_for_switch(value, choices) or _ALSO_KNOWN_AS.get(name)
         if nearest not in choices:
             nearest = close[0] if close else None
         remedy = f"did you mean {nearest}?" if nearest else "write one of these"
@@ -269,21 +295,29 @@ _PLAIN_RULES = (
 """Texts of pydantic in the words of a YAML's reader."""
 
 
+def _settings_to_write(key: str) -> list[str]:
+    """Return the settings that give `key` a value: of a section the required settings, or the
+    first setting of a section without required ones; of any other key the key itself."""
+    section: type[Section] | None = RunConfig
+    for name in key.split("."):
+        field = section.model_fields.get(name) if section else None
+        section = section_of(field.annotation) if field else None
+    if section is None:
+        return [key]
+    required = [name for name, field in section.model_fields.items() if field.is_required()]
+    settings = required or [next(iter(section.model_fields))]
+    return [f"{key}.{name}" for name in settings]
+
+
 def _what_to_write(detail: Any, key: str) -> str:
     """Return the fix for a value of a wrong type or out of bounds; empty for any other."""
     error_type, bounds = detail["type"], detail.get("ctx", {})
     if error_type == "model_type":
-        # The required settings of the section, or its first one where none is required.
-        section: type[Section] | None = RunConfig
-        for name in key.split("."):
-            field = section.model_fields.get(name) if section else None
-            section = section_of(field.annotation) if field else None
-        members = section.model_fields if section else {}
-        required = [name for name, field in members.items() if field.is_required()]
-        fields = required or list(members)[:1] or ["KEY"]
-        return f"write its settings: {', '.join(f'{key}.{name}=VALUE' for name in fields)}"
+        settings = ", ".join(f"{name}=VALUE" for name in _settings_to_write(key))
+        return f"write its settings: {settings}"
     if error_type == "tuple_type":
-        return f"write a list: {key}=[a, b]"
+        items = detail["input"] if isinstance(detail["input"], str) else "a, b"
+        return f"write a list: {key}=[{without_secrets(items)}]"
     if error_type in ("too_long", "too_short"):
         length = bounds.get("max_length", bounds.get("min_length"))
         return f"write {length} values in a list: {key}=[a, b]"

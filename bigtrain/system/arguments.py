@@ -196,6 +196,29 @@ def field_texts(record: type, root: type = object) -> dict[str, str]:
 
 # --- functions that read the text of an argument
 
+_NUMBERS = {
+    "int": "a whole number",
+    "positive_int": "a whole number of at least 1",
+    "count": "a whole number of at least 0",
+    "float": "a number",
+    "fraction": "a number from 0 to below 1",
+    "fraction_or_one": "a number from 0 to 1",
+}
+"""Values of arguments, by the function that reads them."""
+
+
+def with_plain_types(message: str) -> str:
+    """Return the message of argparse about a text that is not a number, in which argparse has the
+    name of a function, in plain words; other messages as they are."""
+    match = re.fullmatch(
+        r"(?P<argument>argument .*): invalid (?P<type>\w+) value: (?P<text>'.*')",
+        message,
+        re.DOTALL,
+    )
+    if match is None or match["type"] not in _NUMBERS:
+        return message
+    return f"{match['argument']}: {match['text']} is not {_NUMBERS[match['type']]}"
+
 
 def positive_int(text: str) -> int:
     """Parse an integer of at least 1."""

@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "check --config twice.yaml --world-size 2": ("key 'seed' is given twice",),
     "check --config texts.jsonl --world-size 2": ("line 2", "-> correct the line"),
     "check --config run.yaml --world-size 0": ("must be at least 1 -> start at least one",),
-    "check --config run.yaml --world-size zero": ("invalid int value: 'zero' -> ", "--help"),
+    "check --config run.yaml --world-size zero": ("'zero' is not a whole number", "--help"),
     "check --world-size 2": ("required: --config -> ", "bigtrain check --help"),
     "train.py run.yaml": ("required: --config -> --config RUN.yaml",),
     "train.py --config nothing.yaml": ("neither a file nor the name of a recipe -> ",),

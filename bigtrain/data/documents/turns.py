@@ -7,6 +7,8 @@ becomes a call of the assistant's message before it, as ms-swift and LLaMA-Facto
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +43,8 @@ ROLES = {
 }
 """Names of ShareGPT, LLaMA-Factory, Axolotl and ms-swift, and the names that templates use."""
 _NOT_OF_TEMPLATES = ("human", "gpt", "chatgpt", "bard", "bing", "tool_response")
+_MISSPELT = 0.75
+"""Similarity, of difflib, from which a name is taken for a misspelt one: usre is a user."""
 PEOPLE = {name: ROLES[name] for name in _NOT_OF_TEMPLATES}
 """Names that no template uses, so that their meaning does not depend on the format."""
 
@@ -92,16 +96,34 @@ def message_of_turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[
     if name not in roles and mapped_role not in ROLES:
         raise ConversationError(
             f"turn {number} is from {name!r}, which is not one of {', '.join(ROLES)} -> map it: "
-            f"--role '{name}=user'"
+            f"--role '{name}={misspelt_role(name) or 'user'}'"
         )
     role = mapped_role if name in roles else ROLES[mapped_role]
     return {"role": role, "content": turn["value"], **other_fields}
 
 
+def misspelt_role(name: str) -> str | None:
+    """Return the role of `ROLES` that `name` misspells; None for a role of `ROLES`, for a name
+    without a similar role, and for a role with a number or a further word (user_2)."""
+    if name in ROLES:
+        return None
+    words = re.fullmatch(r"(?P<role>[a-z]+)[\d_ -].*", name)
+    if words is not None and words["role"] in ROLES:
+        return None
+    matches = difflib.get_close_matches(name.lower(), ROLES, n=1, cutoff=_MISSPELT)
+    return matches[0] if matches else None
+
+
 def with_role(number: int, message: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     """Return message `number` with its role mapped by `roles` and `PEOPLE`. Raise ConversationError
-    for a call that is not one."""
+    for a call that is not one, and for a misspelt role of `ROLES`. A role that only a template
+    knows passes."""
     name = message["role"]
+    if isinstance(name, str) and name not in roles and (similar := misspelt_role(name)):
+        raise ConversationError(
+            f"message {number} has the role {name!r} -> did you mean {similar}? --role "
+            f"'{name}={similar}' reads it so, and --role '{name}={name}' keeps it"
+        )
     mapped_role = roles.get(str(name), name)
     if mapped_role in CALL_ROLES:
         calls = _calls(f"message {number} has the role", str(name), message.get("content"))

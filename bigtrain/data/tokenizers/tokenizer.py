@@ -265,6 +265,13 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     is_local = directory.exists()
     problem = None if is_local else _hub_problem(name)
     files = ("tokenizer.json", "tokenizer_config.json")
+    if directory.is_file():
+        folder = "a folder"
+        if any((directory.parent / file).is_file() for file in files):
+            folder = str(directory.parent)
+        raise DataError(
+            f"{name} is a file, and a tokenizer is a folder with {' or '.join(files)} -> {folder}"
+        )
     if is_local and not any((directory / file).is_file() for file in files):
         raise DataError(
             f"{name} has no tokenizer ({' or '.join(files)}) -> train one with `bigtrain tokenizer`"

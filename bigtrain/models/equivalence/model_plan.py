@@ -7,12 +7,15 @@ package by its source. Refusals are not cached, nor results for code that is not
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 from torch.cuda import is_available as is_cuda_available
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.models.build import empty_model
@@ -64,6 +67,27 @@ class ModelPlan:
         return [line for line in (stages, *reasons) if line]
 
 
+def find_wrong_values(hf_config: PreTrainedConfig, failure: str) -> dict[str, str]:
+    """Return the texts of a configuration that make the code of its model fail, by dotted key: a
+    text that the error quotes, or one where the class has a number by default."""
+    class_defaults: dict[str, Any] = {}
+    if not getattr(hf_config, "has_no_defaults_at_init", False):
+        class_defaults = type(hf_config)().to_dict()
+    trees: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]]
+    trees = [((), hf_config.to_dict(), class_defaults)]
+    wrong_values = {}
+    for path, tree, defaults in trees:  # which grows by the dictionaries that are found
+        for name, value in tree.items():
+            default = defaults.get(name)
+            if isinstance(value, dict):
+                trees.append(((*path, name), value, default if isinstance(default, dict) else {}))
+                continue
+            is_suspected = f"'{value}'" in failure or isinstance(default, (int, float))
+            if isinstance(value, str) and is_suspected:
+                wrong_values[".".join((*path, name))] = value
+    return wrong_values
+
+
 def choose(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[ModelPlan | None, list[Problem]]:
@@ -85,7 +109,17 @@ def choose(
         )
         if config.model.type is not None:
             return None, [Problem("model.type", config.model.type, rule, "correct the class")]
-        return None, [Problem(key, config.model.path, rule, "correct its sizes")]
+        wrong_values = find_wrong_values(hf_config, reach.failure)
+        problems = []
+        for name, value in wrong_values.items():
+            choices = (*ACT2FN, *ROPE_INIT_FUNCTIONS)
+            similar = difflib.get_close_matches(value, choices, n=1)
+            fix = f"did you mean {similar[0]}?" if similar else "a number or a name of transformers"
+            owner = f"{key}." if config.model.path is None else f"{config.model.path}/config.json: "
+            if name.partition(".")[0] in config.model.overrides:
+                owner = "model.overrides."
+            problems.append(Problem(f"{owner}{name}", value, rule, fix))
+        return None, problems or [Problem(key, config.model.path, rule, "correct its sizes")]
     # Each trial compares a proxy model with and without one change.
     problems, stages, isolation = try_model(config, hf_config, reach)
     if problems:

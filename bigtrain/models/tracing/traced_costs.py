@@ -19,7 +19,7 @@ from bigtrain.planner.model_costs import (
     of_all_linear,
     with_adapters,
 )
-from bigtrain.settings.hf_config_keys import written_configuration
+from bigtrain.settings.hf_config_keys import missing_model, written_configuration
 from bigtrain.settings.run_config import AdaptersSection, ModelSection, RunConfig
 from bigtrain.settings.sections.base import Section
 from bigtrain.system.user_cache import (
@@ -53,6 +53,8 @@ def model_costs(
 
 
 def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
+    if missing := missing_model(config.model):
+        raise ConfigError(missing)
     # Costs of an earlier trace of an equal model, else of a new trace.
     values = written_configuration(config.model)
     key = _key(config, values, hf_config, makes=traces) if values else None

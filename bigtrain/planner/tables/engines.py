@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.planner.tables.hardware import TABLES, Device
@@ -161,17 +161,22 @@ def write_calibration(device: Device, engine: MeasuredEngine | None, path: Path)
 
 def load_calibration(path: Path) -> tuple[Device, MeasuredEngine | None]:
     """Read a file of `write_calibration`. Raises ConfigError."""
+    fix = "write one with bigtrain plan --calibrate"
     try:
         return _read(json.loads(path.read_text(encoding="utf-8")))
-    except _NOT_ONE as error:
-        raise ConfigError(
-            Problem(
-                "--hardware",
-                str(path),
-                f"is not a calibration ({error!r})",
-                "write one with bigtrain plan --calibrate",
-            )
-        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        rule = f"is not a calibration: {key}: {first['msg']}"
+        if not key:
+            rule = "is not a calibration: must hold device and engine"
+        raise ConfigError(Problem("--hardware", str(path), rule, fix)) from error
+    except OSError as error:
+        rule = "no such file" if not path.exists() else f"cannot be read: {error.strerror}"
+        raise ConfigError(Problem("--hardware", str(path), rule, fix)) from error
+    except ValueError as error:
+        rule = f"is not a calibration: {error}"
+        raise ConfigError(Problem("--hardware", str(path), rule, fix)) from error
 
 
 def keep_calibration(device: Device, engine: MeasuredEngine | None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bigtrain.settings.conversion.accepted_values import AXOLOTL_VALUES
 from bigtrain.settings.conversion.axolotl_rows import set_rows
 from bigtrain.settings.conversion.common import (
     set_adam,
@@ -20,7 +21,16 @@ from bigtrain.settings.conversion.common import (
 )
 from bigtrain.settings.conversion.draft import Draft, is_unset
 from bigtrain.settings.conversion.methods import METHODS, set_objective
-from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
+from bigtrain.settings.conversion.tables import (
+    Table,
+    note,
+    only,
+    read,
+    refused,
+    rows,
+    sets,
+    with_values,
+)
 from bigtrain.settings.conversion.trainer import set_adapters
 
 NAME = "Axolotl"
@@ -84,8 +94,8 @@ TABLE: Table = {
         "sample_packing_group_size max_packed_sequence_len",
         note("packs are padded to the sequence length, in the order of data.packing"),
     ),
-    **rows("bf16 bfloat16", read("`precision.dtype`")),
-    **rows("fp16 float16", read("`precision.dtype`")),
+    **rows("bf16 fp16", read("`precision.dtype`")),
+    **rows("bfloat16 float16", refused("weights in this dtype only: masters are float32")),
     "tf32": sets("precision.tf32", {True: True, False: False, "auto": True}),
     "fp8": refused("Axolotl's float8 is another one than precision.float8"),
     "gradient_checkpointing": read(
@@ -128,7 +138,7 @@ TABLE: Table = {
     "chat_template": read("`tokenize --chat-template`; tokenizer_default: nothing"),
     "chat_template_jinja": read("a file for `tokenize --chat-template`"),
     "train_on_inputs": only((False,), "a run learns answers only"),
-    "roles_to_train": read("only assistant"),
+    "roles_to_train": only((["assistant"], ["gpt"]), "a run learns answers only"),
     "eot_tokens": note("ends of turns are found in the template"),
     "default_system_message": refused("a system message is a part of the rows"),
     "special_tokens": read("only pad_token: padding is never learned"),
@@ -183,6 +193,7 @@ TABLE: Table = {
         _ELSEWHERE,
     ),
 }
+TABLE = with_values(TABLE, AXOLOTL_VALUES)
 
 
 def fill(draft: Draft, task: str | None) -> None:
@@ -197,7 +208,9 @@ def fill(draft: Draft, task: str | None) -> None:
     set_schedule(draft, "lr_scheduler", "cosine", options)
     if name == "cosine" and draft.value("cosine_min_lr_ratio") is not None:
         draft.set("schedule.min_lr_ratio", draft.number("cosine_min_lr_ratio"))
-    if draft.value("warmup_steps") is None and draft.value("warmup_ratio") is None:
+    warmup_keys = {"warmup_steps", "warmup_ratio"}
+    has_warmup = any(draft.value(key) is not None for key in warmup_keys)
+    if not has_warmup and not warmup_keys & draft.unreadable:
         rule = "without it Axolotl warms up for min(3 % of the steps, 100)"
         draft.refuse("warmup_ratio", rule, "warmup_steps: N or warmup_ratio: R in the file")
     degrees = _set_degrees(draft)
@@ -252,6 +265,10 @@ def _set_model(draft: Draft) -> None:
         attention = known if draft.value(key) is True else attention
     if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
         draft.set("model.attention", attention)
+    elif attention is not None:
+        draft.notes.append(
+            f"attn_implementation = {attention!r}: model.attention=auto, the same result"
+        )
     if draft.value("torch_compile"):
         draft.set("model.compile", "on")
     # FSDP shards what ZeRO 3 shards.

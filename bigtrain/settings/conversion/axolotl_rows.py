@@ -79,6 +79,8 @@ def set_rows(draft: Draft) -> None:
     key = "pretraining_dataset" if draft.value("pretraining_dataset") else "datasets"
     datasets = draft.value(key, [])
     datasets = [datasets] if isinstance(datasets, (str, Mapping)) else list(datasets)
+    if not datasets and "data.path" not in draft.given_settings:
+        draft.refuse(key, "is missing", f"{key} in the file, or data.path=SHARDS after the file")
     outputs = [f"shards-{number}/" for number in range(len(datasets))]
     outputs = ["shards/"] if len(datasets) == 1 else outputs
     commands = []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bigtrain.errors import Problem
+from bigtrain.settings.conversion.accepted_values import Values
 from bigtrain.settings.conversion.draft import Draft, is_unset
+from bigtrain.settings.conversion.tables import Table
 
 # Names of optimizers of HF Trainer that are one of bigtrain's, with the same update. Not torchao's
 # adamw_torch_8bit, whose blocks are other ones, nor adamw_anyprecision with its bfloat16 moments.
@@ -17,6 +21,36 @@ OPTIMIZERS = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
     **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "lion"),
 }
+
+
+def read_values(draft: Draft, table: Table) -> None:
+    """Replace the values of the file by the values that the trainer reads. A value that the trainer
+    does not take is a problem, never a guess; a legal value takes its place, so that the
+    problems of other keys are found, too."""
+    for key, value in draft.keys.items():
+        accepted = table[key].accepted if key in table else None
+        if accepted is not None and value is not None and key not in draft.omitted:
+            draft.keys[key] = _read_value(draft, key, value, accepted)
+
+
+def _read_value(draft: Draft, path: str, value: Any, accepted: Values) -> Any:
+    """Return the value at `path`, a key or a key within the dictionary of a key."""
+    try:
+        value = accepted.read(value)
+    except ValueError as error:
+        draft.problems.append(
+            Problem(path, value, f"{error}, as in {draft.trainer}", "correct it in the file")
+        )
+        draft.unreadable.add(path.partition(".")[0])
+        return accepted.example
+    if not accepted.fields:
+        return value
+    members = {
+        name: _read_value(draft, f"{path}.{name}", value[name], values)
+        for name, values in accepted.fields.items()
+        if value.get(name) is not None
+    }
+    return {**value, **members}
 
 
 def set_optimizer(draft: Draft, key: str, default: str) -> None:
@@ -52,7 +86,7 @@ def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any
     if name == "cosine_with_min_lr" and "min_lr_rate" in options:
         known[name] = {"type": "cosine", "min_lr_ratio": options.pop("min_lr_rate")}
     if name == "cosine_with_min_lr" and "min_lr" in options:
-        ratio = float(options.pop("min_lr")) / draft.run["optimizer"]["lr"]
+        ratio = float(options.pop("min_lr")) / (draft.run["optimizer"]["lr"] or 1.0)
         known[name] = {"type": "cosine", "min_lr_ratio": ratio}
     if name == "cosine_with_restarts":
         known[name] = {"type": "cosine", **floor, "cycles": options.pop("num_cycles", 1)}
@@ -60,9 +94,10 @@ def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any
         options.pop("num_cycles")  # the default: half a wave
     if name not in known or options:
         extra = f" with {options}" if options else ""
-        draft.refuse(
-            key, f"{name}{extra} is not a schedule of bigtrain", "schedule.type=NAME:FUNCTION"
-        )
+        similar = difflib.get_close_matches(str(name), known, n=1)
+        fix = f"did you mean {similar[0]}? " if similar and name not in known else ""
+        fix += "schedule.type=NAME:FUNCTION"
+        draft.refuse(key, f"{name}{extra} is not a schedule of bigtrain", fix)
         return
     for setting, value in known[name].items():
         draft.set(f"schedule.{setting}", value)

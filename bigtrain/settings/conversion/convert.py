@@ -6,7 +6,9 @@ if the user omits the key by name.
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +17,12 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.conversion import axolotl, llama_factory, megatron, megatron_keys, trainer
-from bigtrain.settings.conversion.draft import Draft
+from bigtrain.settings.conversion.common import read_values
+from bigtrain.settings.conversion.draft import MISSPELT, Draft, is_unset
 from bigtrain.settings.conversion.tables import Table
+from bigtrain.settings.deepspeed.keys import key_table
 from bigtrain.settings.loading import apply_overrides, parse_run_config, parse_yaml
+from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.text_files import TextFileError, read_text
 
@@ -135,7 +140,8 @@ def convert(
         for key in omitted
         if key.partition(".")[0] not in keys and key not in source.table
     ]
-    # The rows of the table, then what several keys mean together.
+    # The values, the rows of the table, then the meaning of several keys together.
+    read_values(draft, source.table)
     draft.apply(source.table)
     draft.run.setdefault("optimizer", {})
     source.fill(draft, task)
@@ -143,7 +149,12 @@ def convert(
     if draft.problems:
         arguments = _Arguments(files, world_size, trainer_name, task, overrides, more_words)
         raise ConfigError([*draft.problems, *_whole_command(draft, arguments)], label)
-    config = parse_run_config(draft.run)
+    try:
+        config = parse_run_config(draft.run)
+        if world_size is not None:
+            resolve_run(config, world_size)
+    except ConfigError as error:
+        raise ConfigError(_by_keys_of_file(error.problems, draft, source.table), label) from error
     return Conversion(source.name, draft.run, config, draft.commands, draft.notes)
 
 
@@ -159,11 +170,44 @@ class _Arguments:
     more_words: Sequence[str]
 
 
+def _by_keys_of_file(problems: Sequence[Problem], draft: Draft, table: Table) -> list[Problem]:
+    """Return the problems of settings as problems of the keys of the file that decide the settings,
+    one for each key; the problem of a setting that no key of the file decides as it is."""
+    problem_of_key: dict[str, Problem] = {}
+    for problem in problems:
+        setting = problem.key
+        # The setting of a key's row, or a section of it; exact names first.
+        distances: list[tuple[bool, bool, str]] = []
+        for key, row in table.items():
+            for name in [row.path, *re.findall(r"`([a-z_.]+)`", row.text)]:
+                is_within = f"{setting}.".startswith(f"{name}.") or name.startswith(f"{setting}.")
+                if name and is_within and row.kind in ("sets", "read"):
+                    distances.append((is_unset(draft.value(key)), name != setting, key))
+        if not distances or setting in draft.given_settings:
+            problem_of_key[setting] = problem
+            continue
+        _, _, key = min(distances, key=lambda distance: distance[:2])
+        row_path = table[key].path or setting
+        fix = f"{key}: VALUE in the file, or {row_path}=VALUE after the file"
+        if draft.value(key) is None:
+            problem_of_key.setdefault(key, Problem(key, None, "is missing", fix))
+        else:
+            rule = f"{problem.rule} ({setting})"
+            problem_of_key.setdefault(
+                key, Problem(key, draft.keys.get(key), rule, problem.remedy or fix)
+            )
+    return list(problem_of_key.values())
+
+
 def _whole_command(draft: Draft, arguments: _Arguments) -> list[Problem]:
     """Return the line that names every option with which the files can be converted; the whole
     command, if the options answer every problem. Empty for a single key to omit, whose problem
     names the option."""
-    omitted = [p.key for p in draft.problems if f"--omit {p.key} " in f"{p.remedy} "]
+    omitted = [
+        p.key
+        for p in draft.problems
+        if f"--omit {p.key} " in f"{p.remedy} " and not p.remedy.startswith("did you mean")
+    ]
     settings = [f"{path}=VALUE" for path in draft.missing_settings]
     if len(omitted) + 2 * len(settings) < 2:
         return []
@@ -194,11 +238,38 @@ def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Train
         if found := sorted({*own_keys} & tree.keys()):
             rule = f"{reason}, which is not converted"
             raise ConfigError(Problem(label, found[0], rule, "write the run by `bigtrain init`"))
+    if len({"model", "data", "batch", "train", "optimizer", "output"} & tree.keys()) > 2:
+        fix = f"bigtrain check --config {shlex.quote(label)}"
+        raise ConfigError(Problem(label, None, "is a run of bigtrain already", fix))
+    if tree and tree.keys() <= key_table()["keys"].keys():
+        fix = f"bigtrain check --config RUN.yaml --deepspeed_config {shlex.quote(label)}"
+        raise ConfigError(Problem(label, None, "is a DeepSpeed JSON, not a trainer's file", fix))
     if name is not None:
         return TRAINERS[name]
+    owner = next((source for source in TRAINERS.values() if source.owns(source.flat(tree))), None)
+    # A misspelt key may decide it: then another trainer has more of the keys.
+    num_known = len(owner.flat(tree).keys() & owner.table.keys()) if owner else 0
     for candidate in TRAINERS.values():
-        if candidate.owns(candidate.flat(tree)):
-            return candidate
+        keys = candidate.flat(tree)
+        matches = {
+            key: difflib.get_close_matches(key, candidate.table, n=1, cutoff=MISSPELT)
+            for key in keys.keys() - candidate.table.keys()
+        }
+        corrections = {key: names[0] for key, names in matches.items() if names}
+        is_nearer = len(keys.keys() & candidate.table.keys()) > num_known
+        if corrections and is_nearer and not candidate.owns(keys):
+            corrected = {corrections.get(key, key): value for key, value in keys.items()}
+            if candidate.owns(corrected):
+                rule = f"is not a key of {candidate.name}, whose other keys the file has"
+                raise ConfigError(
+                    [
+                        Problem(key, keys[key], rule, f"did you mean {name}?")
+                        for key, name in corrections.items()
+                    ],
+                    label,
+                )
+    if owner is not None:
+        return owner
     names = ", ".join(candidate.name for candidate in TRAINERS.values())
     raise ConfigError(
         Problem(label, None, f"is not a file of {names}", f"--from {' or '.join(TRAINERS)}")

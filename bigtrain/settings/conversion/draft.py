@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from bigtrain.errors import Problem
+from bigtrain.settings.conversion.accepted_values import as_number
 from bigtrain.settings.conversion.tables import Table
 
 OMIT = "--omit {} accepts a run without it"
+MISSPELT = 0.85
+"""Similarity, of difflib, from which a key that a trainer does not have is taken for a misspelling
+of one that it has."""
 
 
 def is_unset(value: object) -> bool:
     """Return whether a value asks for nothing: null, false, 0, or empty."""
-    return value is None or value is False or value in (0, "", "none", "no") or value in ([], {})
-
-
-def as_number(value: Any) -> Any:
-    """Return the number of a text such as 1e-5, which YAML reads as a text; any other
-    value as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
+    return (
+        value is None
+        or value is False
+        or value in (0, "", "none", "no", "off", "false")
+        or value in ([], {})
+    )
 
 
 @dataclass
@@ -37,12 +36,13 @@ class Draft:
     settings of the run that the user sets, by dotted key. dataset_inputs: what ``tokenize --input``
     reads of a dataset, by the name that the file has for it. run: sections of the run. commands:
     that make the data. notes: lines on keys without counterpart, and on differences. problems: what
-    changes the mathematics and has no counterpart, or is not known. missing_settings: dotted keys
-    of the run that the file leaves open, each with a problem.
+    changes the mathematics and has no counterpart, or is not known. unreadable: keys without a
+    known value, since the file misspells the key or the value, each with a problem.
+    missing_settings: dotted keys of the run that the file leaves open, each with a problem.
     """
 
     trainer: str
-    keys: Mapping[str, Any]
+    keys: dict[str, Any]
     omitted: Collection[str]
     world_size: int | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -52,6 +52,7 @@ class Draft:
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
     missing_settings: list[str] = field(default_factory=list)
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -69,7 +70,9 @@ class Draft:
         section[name] = value
 
     def refuse(self, key: str, rule: str, fix: str = "") -> None:
-        """Add the problem of a key of the file."""
+        """Add the problem of a key of the file, unless its value is a problem already."""
+        if key.partition(".")[0] in self.unreadable:
+            return
         self.problems.append(Problem(key, self.keys.get(key), rule, fix or OMIT.format(key)))
 
     def required_number(self, key: str, path: str, alternative: str = "") -> Any:
@@ -81,6 +84,8 @@ class Draft:
             return number
         if alternative in self.given_settings:
             return 0
+        if key in self.unreadable:
+            return 1
         self.missing_settings.append(path)
         fix = f"{path}=VALUE after the file, or a further file with {key}"
         self.refuse(key, "is missing", fix)
@@ -111,10 +116,19 @@ class Draft:
                 self.notes.append(f"{key} = {value!r}: omitted, as --omit asks")
             elif key not in table:
                 if not is_unset(value):
-                    rule = f"is not a key of {self.trainer} that bigtrain knows"
-                    self.refuse(key, rule)
+                    self._refuse_unknown(key, table)
             else:
                 self._apply_row(key, value, table)
+
+    def _refuse_unknown(self, key: str, table: Table) -> None:
+        """Refuse a key that the table does not have. A key similar to a key of the table is taken
+        for a misspelling: then the value of the similar key is not missing."""
+        fix = OMIT.format(key)
+        candidates = [name for name in table if name not in self.keys]
+        if similar := difflib.get_close_matches(key, candidates, n=1, cutoff=MISSPELT):
+            fix = f"did you mean {similar[0]}? Otherwise {fix}"
+        self.refuse(key, f"is not a key of {self.trainer} that bigtrain knows", fix)
+        self.unreadable.update(similar)
 
     def _apply_row(self, key: str, value: Any, table: Table) -> None:
         row = table[key]

@@ -9,10 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bigtrain.settings.conversion.accepted_values import LLAMA_FACTORY_VALUES
 from bigtrain.settings.conversion.common import model_name, set_data, set_packing, tokenize_command
 from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.methods import METHODS, set_objective
-from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
+from bigtrain.settings.conversion.tables import (
+    Table,
+    note,
+    only,
+    read,
+    refused,
+    rows,
+    sets,
+    with_values,
+)
 from bigtrain.settings.conversion.trainer import TABLE as TRAINER_TABLE
 from bigtrain.settings.conversion.trainer import set_adapters, set_training
 
@@ -92,6 +102,8 @@ TABLE: Table = {
     ),
 }
 TABLE = {**TABLE, **rows("fp8", refused("its float8 is another one than precision.float8"))}
+
+TABLE = with_values(TABLE, LLAMA_FACTORY_VALUES)
 
 _STAGES = ("pt", "sft", "dpo", "kto", "rm")
 _TEMPLATES = {
@@ -234,6 +246,8 @@ def _row_options(draft: Draft, stage: str) -> list[str]:
     held_out = draft.number("val_size", 0)
     if 0 < held_out < 1:
         options += ["--held-out", str(held_out)]
+    elif held_out:
+        draft.notes.append(f"val_size = {held_out:g} rows: --held-out takes a share of them")
     if draft.value("mask_history"):
         options += ["--learn", "last"]
     if draft.value("max_samples"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.settings.conversion.draft import Draft, as_number
+from bigtrain.settings.conversion.accepted_values import as_number
+from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.megatron_keys import NEOX_NAME
 from bigtrain.settings.conversion.megatron_model import set_model, tokenizer_directory
 

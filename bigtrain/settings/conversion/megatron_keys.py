@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.settings.conversion.tables import Table, note, read, refused, rows, sets
+from bigtrain.settings.conversion.accepted_values import (
+    MEGATRON_SHARED_VALUES,
+    MEGATRON_VALUES,
+    NEOX_VALUES,
+)
+from bigtrain.settings.conversion.tables import (
+    Table,
+    note,
+    read,
+    refused,
+    rows,
+    sets,
+    with_values,
+)
 
 NEOX_NAME, MEGATRON_NAME = "GPT-NeoX", "Megatron-LM"
 _MODEL = read("`model.config`")
@@ -87,6 +100,8 @@ _SHARED: Table = {
     "finetune": read("refused with load"),
 }
 
+_SHARED = with_values(_SHARED, MEGATRON_SHARED_VALUES)
+
 NEOX_TABLE: Table = {
     **_SHARED,
     "optimizer": read("`optimizer.type` (Adam is AdamW there), `optimizer.lr`, betas, eps"),
@@ -151,6 +166,8 @@ NEOX_TABLE: Table = {
     ),
 }
 
+NEOX_TABLE = with_values(NEOX_TABLE, NEOX_VALUES)
+
 MEGATRON_TABLE: Table = {
     **_SHARED,
     "optimizer": read("`optimizer.type`: adam is AdamW"),
@@ -205,3 +222,4 @@ MEGATRON_TABLE: Table = {
         refused("is not converted; write model.config, or start from a Hugging Face configuration"),
     ),
 }
+MEGATRON_TABLE = with_values(MEGATRON_TABLE, MEGATRON_VALUES)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from bigtrain.settings.conversion.accepted_values import FLAG, Accepted, Values
 
 RowKind = Literal["sets", "read", "note", "only", "refused"]
 
@@ -16,7 +18,8 @@ class KeyRow:
     kind: ``sets`` the setting `path` of the run to the value, or to that of `values`; ``read`` with
     other keys, as `text` says; ``note``: no counterpart, and the mathematics is the same without;
     ``only``: `allowed` values need no setting, any other one changes the mathematics; ``refused``:
-    any value but null, false, 0 and an empty one changes the mathematics.
+    any value but null, false, 0 and an empty one changes the mathematics. accepted: values that the
+    trainer takes, of keys whose values are read.
     """
 
     kind: RowKind
@@ -24,6 +27,7 @@ class KeyRow:
     path: str = ""
     values: Mapping[Any, Any] = field(default_factory=dict)
     allowed: tuple[Any, ...] = ()
+    accepted: Values | None = None
 
     def describe(self) -> str:
         """Return the cell of the row in the table of docs/reference/convert.md."""
@@ -58,7 +62,8 @@ def note(text: str) -> KeyRow:
 
 def only(allowed: tuple[Any, ...], text: str) -> KeyRow:
     """Return the row of a key of which only some values are what a run does."""
-    return KeyRow("only", text, allowed=allowed)
+    has_flags = all(isinstance(value, bool) for value in allowed)
+    return KeyRow("only", text, allowed=allowed, accepted=FLAG if has_flags else None)
 
 
 def refused(text: str) -> KeyRow:
@@ -69,3 +74,12 @@ def refused(text: str) -> KeyRow:
 def rows(names: str, row: KeyRow) -> dict[str, KeyRow]:
     """Return a table in which each of the `names`, divided by spaces, has the same row."""
     return dict.fromkeys(names.split(), row)
+
+
+def with_values(table: Table, values: Accepted) -> Table:
+    """Return a table whose rows have the values that the trainer takes: `values`, each with the
+    names of keys, divided by spaces."""
+    accepted = {
+        name: accepted_values for accepted_values, names in values for name in names.split()
+    }
+    return {**table, **{name: replace(table[name], accepted=accepted[name]) for name in accepted}}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from bigtrain.objectives.preference import PairLoss
+from bigtrain.settings.conversion.accepted_values import TRAINER_VALUES
 from bigtrain.settings.conversion.common import (
     model_name,
     set_adam,
@@ -30,7 +31,16 @@ from bigtrain.settings.conversion.common import (
 )
 from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.methods import METHODS, set_objective
-from bigtrain.settings.conversion.tables import Table, note, only, read, refused, rows, sets
+from bigtrain.settings.conversion.tables import (
+    Table,
+    note,
+    only,
+    read,
+    refused,
+    rows,
+    sets,
+    with_values,
+)
 
 NAME = "HF Trainer and TRL"
 _ELSEWHERE = "is of the program, not of the training"
@@ -192,6 +202,8 @@ TABLE: Table = {
     **rows("optim_args optim_target_modules", refused("options of another optimizer")),
     "temperature": _REINFORCEMENT,
 }
+
+TABLE = with_values(TABLE, TRAINER_VALUES)
 
 _SHARED: Mapping[str, Any] = {
     "max_length": 1024,

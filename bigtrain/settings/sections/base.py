@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Annotated, Any, get_args
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -70,7 +71,11 @@ class Section(BaseModel):
         elif takes_numbers(annotation):
             items = value if isinstance(value, (list, tuple)) else (value,)
             if any(isinstance(item, bool) for item in items):
-                raise ValueError("must be a number, not true or false -> write a number")
+                words = words_of(annotation)
+                choice = word_for_switch(value, words)
+                types = " or ".join([*words, "a number"])
+                fix = f"did you mean {choice}?" if choice else "write a number"
+                raise ValueError(f"must be {types}, not true or false -> {fix}")
         return value
 
 
@@ -102,6 +107,24 @@ def section_within(annotation: Any) -> type[Section] | None:
         return annotation
     sections = map(section_within, get_args(annotation))
     return next((section for section in sections if section is not None), None)
+
+
+def words_of(annotation: Any) -> list[str]:
+    """Return the words that a field of `annotation` takes, in every branch of a union."""
+    if get_origin(annotation) is Literal:
+        return [word for word in get_args(annotation) if isinstance(word, str)]
+    return [word for branch in get_args(annotation) for word in words_of(branch)]
+
+
+def word_for_switch(value: object, words: Sequence[str]) -> str | None:
+    """Return the word of `words` that true or false means, also written on, off, yes or no; None
+    for any other value, and for words without a switch."""
+    switch = str(value).lower()
+    meanings = {
+        **dict.fromkeys(("true", "on", "yes"), ("on", "full", "auto")),
+        **dict.fromkeys(("false", "off", "no"), ("off", "none")),
+    }
+    return next((word for word in meanings.get(switch, ()) if word in words), None)
 
 
 def takes_numbers(annotation: Any) -> bool:

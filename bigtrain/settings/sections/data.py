@@ -77,7 +77,9 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _one_kind_of_share(self) -> Self:
         if (self.path is None) == (not self.sources):
-            fix = "add one of them" if self.path is None else "data.path=null, or data.sources=[]"
+            fix = "data.path=null, or data.sources=[]"
+            if self.path is None:
+                fix = "data.path=SHARDS, or add data.sources"
             raise ValueError(
                 "exactly one of data.path (one dataset) and data.sources (a mixture) must be set "
                 f"-> {fix}"

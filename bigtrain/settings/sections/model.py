@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from bigtrain.errors import Problem
 from bigtrain.settings.sections.base import NonNegativeFloat, PositiveInt, Section
 from bigtrain.settings.sections.extensions import ImportedName
+from bigtrain.system.units import SHORT_DTYPES
 
 Float8 = Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
@@ -141,8 +142,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.config is None):
-            is_missing = self.path is None
-            fix = "add one of them" if is_missing else "model.config=null, or model.path=null"
+            fix = "model.config=null, or model.path=null"
+            if self.path is None:
+                fix = "model.path=MODEL, or add model.config"
             raise ValueError(
                 "exactly one of model.path (trained weights) and model.config (random weights) "
                 f"must be set -> {fix}"
@@ -172,9 +174,6 @@ class MoeSection(Section):
     """by how much each step raises (lowers) the selection bias of an expert to which fewer (more)
     tokens of the global batch than the mean were routed (DeepSeek-V3: 0.001); 0: biases stay as
     they are"""
-
-
-SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class PrecisionSection(Section):

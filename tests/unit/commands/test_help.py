@@ -158,3 +158,32 @@ def test_importing_torchao_says_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--verison"], "unrecognized arguments: --verison -> did you mean --version?"),
+        (["--hlep"], "unrecognized arguments: --hlep -> did you mean --help?"),
+        (["--colour"], "unrecognized arguments: --colour -> bigtrain --help"),
+        (["plan", "--top", "abc"], "argument --top: 'abc' is not a whole number of at least 1"),
+        (["generate", "--temperature", "x"], "argument --temperature: 'x' is not a number"),
+        (["tokenize", "--held-out", "half"], "argument --held-out: 'half' is not a number from 0"),
+    ],
+)
+def test_a_word_that_is_not_an_argument_is_said_in_plain_words(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    error = capsys.readouterr().err
+    assert text in error
+    assert " -> " in error
+
+
+@pytest.mark.parametrize("command", ["export", "merge"])
+@pytest.mark.parametrize(("text", "dtype"), [("bf16", "bfloat16"), ("float32", "float32")])
+def test_dtypes_have_short_names(command: str, text: str, dtype: str) -> None:
+    parser = build_parser(command)
+    words = [command, "--run", "runs/a", "--output", "hf", "--dtype", text]
+    assert parser.parse_args(words).dtype == dtype

@@ -143,7 +143,9 @@ def test_without_torch_dense_layers_are_counted_by_a_closed_form(
         (["--gpus", "0xH100"], "write e.g. 64xH100-80GB"),
         (["--gpus", "H100"], "write e.g. 64xH100-80GB"),
         (["--gpus", "12xH100"], "nearest: 8 or 16"),
-        (["--gpus", "8xH100", "--hardware", "none.json"], "is not a calibration"),
+        (["--gpus", "8xH100", "--hardware", "none.json"], "'none.json': no such file -> write one"),
+        (["--gpus", "8xH100", "--hardware", "list.json"], "is not a calibration: must hold device"),
+        (["--gpus", "8xH100", "model.config=null", "model.path=none/"], "no such directory"),
         (["--gpus", "7xH100"], "batch.global_batch_size: 28 or 35"),
         (["--gpus", "8xH100", "--write", "out", "--choose", "10000"], "layouts fit"),
         (["--gpus", "8xH100", "model.config.hidden_sise=8"], "did you mean"),
@@ -159,9 +161,11 @@ def test_what_cannot_be_planned_is_one_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.json").write_text("[1, 2]")
     assert main(["plan", "--config", str(config), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("bigtrain plan: 1 problem")
+    assert len(error.splitlines()) == 2
     assert says in error
     assert not (tmp_path / "out").exists()
 

@@ -219,3 +219,12 @@ def test_without_a_server(export: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "cannot be reached" in capsys.readouterr().err
     assert main(["generate", "--model", str(export), "--prompt", "x", "--served-model", "a"]) == 2
     assert "add --compare-with URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9", "ftp://host:9/v1"])
+def test_an_address_begins_with_http(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "--model", "none", "--compare-with", url, "--prompt", PROMPT]
+    assert main(words) == 2
+    assert (
+        "must begin with http:// or https:// -> --compare-with http://" in capsys.readouterr().err
+    )

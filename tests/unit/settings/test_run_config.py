@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,57 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     assert "checkpoints = {}: unknown key -> did you mean checkpoint? known here:" in joined
     assert "optimizer.lr = -1.0: input should be greater than 0" in joined
     assert "precision.dtype = 'fp8': input should be 'float32', 'bfloat16' or 'float16'" in joined
+
+
+@pytest.mark.parametrize(
+    "section", [name for name, field in RunConfig.model_fields.items() if field.is_required()]
+)
+def test_the_remedy_for_a_missing_section_is_accepted(tmp_path: Path, section: str) -> None:
+    tree = make_tree()
+    written = tree.pop(section)
+    (text,) = problems_of(tmp_path, tree)
+    # Settings of the remedy, each with a value that the section had.
+    settings = re.findall(r"(\S+)=VALUE", text)
+    values = [
+        f"{name}={json.dumps(written.get(name.rpartition('.')[2], 1.0))}" for name in settings
+    ]
+    assert settings
+    remaining = ""  # a section may need a further setting, but is one now
+    try:
+        load_run_config(write(tmp_path, tree), values)
+    except ConfigError as error:
+        remaining = str(error)
+    assert f"{section}: is required" not in remaining
+    assert "must be a section" not in remaining
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (
+            "model.gradient_checkpointing=true",
+            "must be none or full or a number, not true or false -> did you mean full?",
+        ),
+        ("model.gradient_checkpointing=on", "or must be a whole number -> did you mean full?"),
+        ("model.gradient_checkpointing=false", "-> did you mean none?"),
+        ("model.compile=true", "input should be 'auto', 'on' or 'off' -> did you mean on?"),
+        ("model.tiled_mlp=no", "-> did you mean off?"),
+        (
+            "adapters.targets=q_proj",
+            "input should be 'all-linear', 'attention' or 'mlp', or must be a list -> write a "
+            "list: adapters.targets=[q_proj]",
+        ),
+        ("adapters.targets=[1]", "adapters.targets = 1: input should be a valid string"),
+        ("adapters.targets=attentoin", "-> did you mean attention?"),
+        ("logging.trackers=wandb", "-> write a list: logging.trackers=[wandb]"),
+        ("model.config=null", "must be set -> model.path=MODEL, or add model.config"),
+        ("data.path=null", "must be set -> data.path=SHARDS, or add data.sources"),
+        ("seed=true", "must be a number, not true or false -> write a number"),
+    ],
+)
+def test_one_value_is_one_problem(tmp_path: Path, override: str, text: str) -> None:
+    (problem,) = problems_of(tmp_path, make_tree(), override)
+    assert text in problem
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,42 @@ def test_roles_by_other_names() -> None:
     assert document("prompt-completion", row, roles=roles)["messages"] == expected
 
 
+@pytest.mark.parametrize("role_format", ["messages", "prompt-completion"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("asistant", "assistant"),
+        ("assistent", "assistant"),
+        ("usr", "user"),
+        ("sytem", "system"),
+        ("tol", "tool"),
+        ("User", "user"),
+    ],
+)
+def test_a_misspelt_role_is_refused(role_format: str, name: str, meant: str) -> None:
+    messages = [MESSAGES[1], {"role": name, "content": "b"}, MESSAGES[2]]
+    row: dict[str, Any] = {"messages": messages}
+    if role_format == "prompt-completion":
+        row = {"prompt": messages[:2], "completion": messages[2:]}
+    with pytest.raises(ConversationError, match=rf"has the role '{name}' -> did you mean {meant}"):
+        document(role_format, row)
+    # Both fixes of the text: the meaning, or a role that the template has.
+    for role in (meant, name):
+        read = document(role_format, row, roles={name: role})["messages"]
+        assert read[1]["role"] == role
+
+
+def test_a_misspelt_turn_of_sharegpt_names_the_nearest_role() -> None:
+    with pytest.raises(ConversationError, match=r"from 'humen', which.*--role 'humen=human'"):
+        document("sharegpt", {"conversations": [{"from": "humen", "value": "x"}]})
+
+
+@pytest.mark.parametrize("name", ["ipython", "critic", "user_2", "user2", "tool-result", "context"])
+def test_roles_of_templates_pass(name: str) -> None:
+    messages = [MESSAGES[1], {"role": name, "content": "b"}]
+    assert document("messages", {"messages": messages})["messages"] == messages
+
+
 def test_turns_with_other_keys() -> None:
     talk = [{"speaker": t["from"], "said": t["value"], "train": None} for t in TURNS]
     for given in (talk, json.dumps(talk)):

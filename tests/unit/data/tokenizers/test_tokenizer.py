@@ -86,6 +86,13 @@ def test_tokenizers_that_cannot_be_had(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no tokenizer") as caught:
         load_tokenizer(str(tmp_path))
     assert "bigtrain tokenizer" in str(caught.value)
+    with pytest.raises(DataError, match=rf"is a file, and a tokenizer is a folder .* -> {saved}$"):
+        load_tokenizer(str(saved / "tokenizer.json"))
+    with pytest.raises(DataError, match=rf" -> {saved}$"):  # such as the model's config.json
+        load_tokenizer(str(saved / "tokenizer_config.json"))
+    (tmp_path / "run.yaml").write_text("seed: 1")
+    with pytest.raises(DataError, match=r"is a file, and a tokenizer is a folder with tokenizer"):
+        load_tokenizer(str(tmp_path / "run.yaml"))
     for name in ("nobody/no-such-tokenizer", "nosuch"):
         with pytest.raises(
             DataError,

@@ -75,6 +75,25 @@ def test_what_is_kept_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPat
     assert cached_model_plan(*run) == (expected, [])
 
 
+@pytest.mark.parametrize(
+    ("values", "key", "fix"),
+    [
+        ({"hidden_act": "gellu"}, "model.config.hidden_act", "did you mean gelu?"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": "big"}},
+            "model.config.rope_parameters.rope_theta",
+            "a number or a name of transformers",
+        ),
+    ],
+)
+def test_a_value_with_which_the_code_fails_is_named(
+    values: dict[str, Any], key: str, fix: str
+) -> None:
+    found, (problem,) = choose(*run_of({**LLAMA, **values}, 1))
+    assert found is None
+    assert (problem.key, problem.remedy) == (key, fix)
+
+
 def test_a_refusal_is_not_kept(tmp_path: Path) -> None:
     run = run_of(GPT, 1, data={"document_boundaries": "isolate"})
     expected = choose(*run)

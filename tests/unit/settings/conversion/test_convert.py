@@ -108,6 +108,8 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
     settings = set(setting_names())
     for key, row in TRAINERS[name].table.items():
         assert row.describe(), key
+        # A value that a conversion reads is one that the trainer takes, or a problem.
+        assert row.accepted is not None or row.kind not in ("sets", "read"), key
         if row.kind == "sets":
             assert any(f"{name}.".startswith(f"{row.path}.") for name in settings), key
         else:
@@ -136,9 +138,10 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
             "--omit metric_for_best_model: the loss",
         ),
         ({**CLM, "block_size": None}, {"task": "pretrain"}, "block_size", "batch.sequence_length="),
+        ({**SFT, "lr_scheduler_type": "cosinus"}, {}, "lr_scheduler_type", "did you mean cosine?"),
         ({**SFT, "optim": "rmsprop"}, {}, "optim", "is not an optimizer of bigtrain"),
         ({**SFT, "lr_scheduler_type": "polynomial"}, {}, "lr_scheduler_type", "is not a schedule"),
-        ({**SFT, "learning_rate": "fast"}, {}, "learning_rate", "is not a number"),
+        ({**SFT, "learning_rate": "fast"}, {}, "learning_rate", "must be a number above 0"),
         (SFT, {"world_size": None}, "per_device_train_batch_size", "--world-size N"),
         (DPO, {}, "the trainer", "--task pretrain or sft or dpo or orpo or kto or reward"),
         ({**DPO, "loss_type": "aot"}, {"task": "dpo"}, "loss_type", "is not a loss of DPO"),
@@ -186,6 +189,15 @@ def test_nothing_is_guessed(
         ({"model": "m", "train_dataset": "d", "cutoff_len": 8}, "LLaMA-Factory's new trainer (v1)"),
         ({**DPO, "num_generations": 8}, "is of reinforcement learning, which is not converted"),
         ({"num_layers": 2, "train_impl": "dpo"}, "is of GPT-NeoX's post-training"),
+        (
+            {"model": {"path": "m"}, "data": {"path": "d"}, "train": {"steps": 1}, "seed": 1},
+            "is a run of bigtrain already -> bigtrain check --config ",
+        ),
+        (
+            {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2},
+            "is a DeepSpeed JSON, not a trainer's file -> bigtrain check --config RUN.yaml "
+            "--deepspeed_config ",
+        ),
     ],
 )
 def test_other_files_are_refused_as_a_whole(
@@ -193,6 +205,163 @@ def test_other_files_are_refused_as_a_whole(
 ) -> None:
     [(_, problem)] = problems(tmp_path, keys).items()
     assert text in problem
+
+
+AXOLOTL: dict[str, Any] = {
+    "base_model": "org/model",
+    "datasets": [{"path": "org/chats", "type": "chat_template"}],
+    "output_dir": "runs/axolotl",
+    "learning_rate": 1e-5,
+    "micro_batch_size": 2,
+    "warmup_steps": 10,
+    "sample_packing": True,
+}
+LLAMA_FACTORY: dict[str, Any] = {
+    "stage": "sft",
+    "model_name_or_path": "org/model",
+    "dataset": "chats",
+    "output_dir": "runs/factory",
+    "learning_rate": 1e-5,
+    "neat_packing": True,
+    "bf16": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "value", "legal"),
+    [
+        (AXOLOTL, "bf16", "yess", "true or false or auto or full"),
+        (AXOLOTL, "gradient_checkpointing", "maybe", "true or false or offload"),
+        (AXOLOTL, "flash_attention", 3, "true or false"),
+        (AXOLOTL, "val_set_size", 1.5, "a number from 0, whole from 1"),
+        (AXOLOTL, "warmup_steps", "ten", "a number from 0, whole from 1"),
+        (AXOLOTL, "micro_batch_size", -2, "a whole number from 1"),
+        (AXOLOTL, "learning_rate", -1, "a number above 0"),
+        (AXOLOTL, "datasets", 5, "a list or keys and values or a text"),
+        (AXOLOTL, "special_tokens", "<pad>", "keys and values"),
+        (AXOLOTL, "roles_to_train", ["user"], "a run learns answers only"),
+        (AXOLOTL, "bfloat16", True, "masters are float32"),
+        (LLAMA_FACTORY, "bf16", "auto", "true or false"),
+        (LLAMA_FACTORY, "cutoff_len", "64k", "a whole number from 1"),
+        (LLAMA_FACTORY, "flash_attn", "fa4", "auto or disabled or sdpa or fa2 or fa3"),
+        (LLAMA_FACTORY, "max_samples", 10.5, "a whole number from 1"),
+        (SFT, "packing", "somewhat", "true or false"),
+        (SFT, "weight_decay", float("nan"), "a number from 0"),
+        (SFT, "eval_strategy", "stpes", "steps or epoch or no"),
+        (
+            {**SFT, "lr_scheduler_type": "cosine_with_restarts"},
+            "lr_scheduler_kwargs",
+            {"num_cycles": "two"},
+            "a number above 0",
+        ),
+        (SFT, "load_in_4bit", [True], "true or false"),
+    ],
+)
+def test_a_value_that_the_trainer_does_not_take_is_one_problem(
+    tmp_path: Path, keys: dict[str, Any], key: str, value: object, legal: str
+) -> None:
+    convert([write(tmp_path, keys)], world_size=4)
+    found = problems(tmp_path, {**keys, key: value})
+    assert [name.partition(".")[0] for name in found] == [key]
+    assert legal in "".join(found.values())
+    # Without the key it is a run.
+    convert([write(tmp_path, {**keys, key: None if key not in keys else keys[key]})], world_size=4)
+
+
+@pytest.mark.parametrize("word", [True, "true", "yes", "On", "1", 1])
+@pytest.mark.parametrize(
+    ("keys", "key", "setting"),
+    [
+        (AXOLOTL, "gradient_checkpointing", ("model", "gradient_checkpointing")),
+        (LLAMA_FACTORY, "torch_compile", ("model", "compile")),
+        (SFT, "fp16", ("precision", "dtype")),
+    ],
+)
+def test_true_and_false_are_read_as_yaml_and_the_trainer_do(
+    tmp_path: Path, word: object, keys: dict[str, Any], key: str, setting: tuple[str, str]
+) -> None:
+    without = {name: value for name, value in keys.items() if name != "bf16"} | {"bf16": False}
+    without = keys if key != "fp16" else without
+    opposite = {"true": "false", "yes": "no", "On": "off", "1": "0"}.get(str(word), not word)
+    section, name = setting
+
+    def value(word: object) -> object:
+        tree = convert([write(tmp_path, {**without, key: word})], world_size=4).tree
+        return tree[section].get(name)
+
+    assert value(word) == value(True) != value(opposite) == value(False)
+
+
+def test_keys_within_keys_are_read_too(tmp_path: Path) -> None:
+    keys = next(
+        file["keys"]
+        for name, file in json.loads(
+            Path(__file__).with_name("public_files.json").read_text(encoding="utf-8")
+        ).items()
+        if name.startswith("EleutherAI") and file.get("omit") == [] and "fp16" in file["keys"]
+    )
+    found = problems(tmp_path, {**keys, "fp16": {"enabled": "perhaps"}})
+    assert found["fp16.enabled"].startswith("must be true or false, as in GPT-NeoX")
+
+
+def misspelt(keys: dict[str, Any], key: str, name: str) -> dict[str, Any]:
+    """Return the keys of a file with `name` in the place of `key`."""
+    return {name if old == key else old: value for old, value in keys.items()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "name"),
+    [
+        (AXOLOTL, "base_model", "base_mode"),
+        (AXOLOTL, "learning_rate", "learing_rate"),
+        (AXOLOTL, "warmup_steps", "warmup_stps"),
+        (AXOLOTL, "datasets", "dataset"),
+        (LLAMA_FACTORY, "stage", "stge"),
+        (LLAMA_FACTORY, "neat_packing", "neat_paking"),
+        (SFT, "learning_rate", "learning_rte"),
+        (SFT, "per_device_train_batch_size", "per_device_train_batchsize"),
+        (SFT, "assistant_only_loss", "assistant_only_los"),
+    ],
+)
+def test_a_misspelt_key_is_one_problem_with_the_key_that_is_meant(
+    tmp_path: Path, keys: dict[str, Any], key: str, name: str
+) -> None:
+    found = problems(tmp_path, misspelt(keys, key, name), trainer_name=None)
+    assert list(found) == [name]
+    assert f"did you mean {key}?" in found[name]
+
+
+def test_a_misspelt_key_is_not_omitted_by_the_whole_command(tmp_path: Path) -> None:
+    keys = {**misspelt(SFT, "learning_rate", "learning_rte"), "eos_token": "x", "kl_coef": 1}
+    found = problems(tmp_path, keys)
+    assert "kl_coef eos_token" in found["all of these"] or "eos_token" in found["all of these"]
+    assert "learning_rte" not in found["all of these"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "key", "text"),
+    [
+        (AXOLOTL, {"output_dir": None}, "output_dir", "output.directory=VALUE after the file"),
+        (SFT, {"output_dir": None}, "output_dir", "output_dir: VALUE in the file"),
+        (AXOLOTL, {"datasets": None}, "datasets", "data.path=SHARDS after the file"),
+        (SFT, {"adam_beta1": 1.0}, "adam_beta1", "optimizer.betas"),
+        (AXOLOTL, {"neftune_noise_alpha": 1e9, "adam_beta2": 1}, "adam_beta2", "optimizer.betas"),
+    ],
+)
+def test_a_setting_that_is_refused_is_a_problem_of_the_key_of_the_file(
+    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], key: str, text: str
+) -> None:
+    found = problems(tmp_path, {**keys, **changes})
+    assert list(found) == [key]
+    assert text in found[key]
+
+
+def test_a_directory_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(tmp_path)]) == 2
+    assert "is a directory -> the path of one file: it has no YAML" in capsys.readouterr().err
+    path = write(tmp_path, SFT)
+    assert main(["convert", str(tmp_path)]) == 2
+    assert f"the path of one file: {path}" in capsys.readouterr().err
 
 
 def test_rows_without_packing_are_samples(tmp_path: Path) -> None:
