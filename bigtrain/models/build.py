@@ -297,7 +297,9 @@ class _Absent:
 def _absent_layers(module: nn.Module) -> Iterator[None]:
     """Inside, layers of `module` on other stages have modules and parameters of any name: a rule
     for `module` may change tensors of its layers (Falcon-H1)."""
-    layers = [layer for layer in module.modules() if getattr(layer, "is_placeholder", False)]
+    layers = [
+        m for m in module.modules() if m is not module and getattr(m, "is_placeholder", False)
+    ]
     with ExitStack() as undo:
         for layer in layers:
             undo.enter_context(shadowed(layer, {"absent": _Absent()}))

@@ -201,6 +201,10 @@ _NUMBERS = {
     "positive_int": "a whole number of at least 1",
     "count": "a whole number of at least 0",
     "float": "a number",
+    "non_negative": "a number of at least 0",
+    "above_zero": "a number above 0",
+    "probability": "a number above 0 and at most 1",
+    "seed": "a whole number",
     "fraction": "a number from 0 to below 1",
     "fraction_or_one": "a number from 0 to 1",
 }
