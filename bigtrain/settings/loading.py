@@ -11,6 +11,7 @@ import difflib
 import functools
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,13 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
         raise ConfigError(
             Problem("YAML", tree, "the file must hold sections", "begin with `model:`"), str(path)
         )
+    # Another trainer's file: not a problem for each of its keys.
+    sections = sorted(tree.keys() & RunConfig.model_fields.keys() - {"seed"})
+    if len(sections) <= 1 and len(tree) - len(sections) > 2:
+        found = sections[0] if sections else "none"
+        rule = f"is no run: of its {len(tree)} keys, {found} is a section"
+        remedy = f"bigtrain convert {shlex.quote(str(path))}, if it is another trainer's file"
+        raise ConfigError(Problem("--config", str(path), rule, remedy))
     return parse_run_config(tree, overrides, str(path))
 
 

@@ -613,3 +613,20 @@ def test_a_metric_of_one_set(tmp_path: Path) -> None:
     assert config.best_held_out == HeldOutMetric("bits_per_byte", "law")
     assert best.is_better(1.0, 1.2, margin=0.1)
     assert not best.is_better(1.0, 1.05, margin=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "sections"),
+    [
+        ("base_model: x\nadapter: lora\ndatasets: []\nseed: 1\n", "none"),
+        ("optimizer: {type: Adam}\nhidden-size: 64\nnum-layers: 2\nseq-length: 32\n", "optimizer"),
+    ],
+)
+def test_another_trainers_file_is_one_problem(tmp_path: Path, text: str, sections: str) -> None:
+    file = tmp_path / "mine.yml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_run_config(str(file))
+    (problem,) = raised.value.problems
+    assert problem.rule == f"is no run: of its 4 keys, {sections} is a section"
+    assert problem.remedy.startswith(f"bigtrain convert {file}")
