@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
+
+import yaml
 
 from bigtrain.errors import Problem
 from bigtrain.settings.deepspeed.engine_config import (
@@ -59,32 +62,38 @@ legal, what they cost, or what it remarks."""
 
 def unused_settings(overrides: Iterable[str]) -> list[Problem]:
     """Return a problem for every ``section.key=value`` string that sets nothing that a plan uses; a
-    part of a used setting counts, and a section with one."""
+    part of a used setting counts. A section counts by the keys that it names."""
     problems = []
     for override in overrides:
-        if settings_of([override], USED):
+        path, _, text = override.partition("=")
+        named: list[tuple[str, Any]] = [(path, text)]
+        if "." not in path:
+            with suppress(yaml.YAMLError):
+                section = yaml.safe_load(text)
+                if isinstance(section, Mapping) and section:
+                    named = [(f"{path}.{name}", value) for name, value in section.items()]
+        if any("." in key and _touches(key, setting) for key, _ in named for setting in USED):
             continue
-        path, _, value = override.partition("=")
-        same_section = [key for key in USED if key.partition(".")[0] == path.partition(".")[0]]
-        (nearest,) = difflib.get_close_matches(path, same_section or USED, n=1, cutoff=0.0)
+        key, value = named[0]
+        same_section = [used for used in USED if used.partition(".")[0] == path.partition(".")[0]]
+        (nearest,) = difflib.get_close_matches(key, same_section or USED, n=1, cutoff=0.0)
         rule = "changes nothing in a plan"
         remedy = f"omit it, or --write, which keeps it; the nearest that a plan uses is {nearest}"
-        problems.append(Problem(path, value, rule, remedy))
+        problems.append(Problem(key, value, rule, remedy))
     return problems
 
 
-def settings_of(overrides: Iterable[str], settings: Iterable[str] = FIELDS) -> list[str]:
-    """Return the keys of `settings` that ``section.key=value`` strings set, as a whole or in part;
-    a section sets every key in the section."""
-    prefixes = [override.partition("=")[0] + "." for override in overrides]
-    return [
-        setting
-        for setting in settings
-        if any(
-            f"{setting}.".startswith(prefix) or prefix.startswith(f"{setting}.")
-            for prefix in prefixes
-        )
-    ]
+def settings_of(overrides: Iterable[str]) -> list[str]:
+    """Return the keys of `FIELDS` that ``section.key=value`` strings set, as a whole or in part; a
+    section sets every key in the section."""
+    paths = [override.partition("=")[0] for override in overrides]
+    return [setting for setting in FIELDS if any(_touches(path, setting) for path in paths)]
+
+
+def _touches(path: str, setting: str) -> bool:
+    """Return whether the dotted `path` is `setting`, a part of it, or a section that contains
+    it."""
+    return f"{setting}.".startswith(f"{path}.") or path.startswith(f"{setting}.")
 
 
 def required_fields(config: RunConfig, overrides: Iterable[str]) -> dict[str, Any]:

@@ -231,24 +231,31 @@ def _request(
     from bigtrain.planner.legal_layouts import SearchSpace
     from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.settings.compatibility.facts import Facts, read_facts
-    from bigtrain.settings.deepspeed.engine_config import gradient_dtype_of
+    from bigtrain.settings.deepspeed.engine_config import (
+        find_deepspeed_config,
+        gradient_dtype_of,
+        read_deepspeed_config,
+    )
     from bigtrain.settings.fast_path import ANY_CUDA, CPU
     from bigtrain.settings.hf_config_keys import inspect_configuration
     from bigtrain.system.units import DTYPE_BYTES
 
-    # The facts that decide which layouts are legal, for the settings of ZeRO 1.
+    # The facts that decide which layouts are legal: of the JSON that an override names, which may
+    # have ZeRO++ or NVMe, else of ZeRO 1.
     figures, problems = inspect_configuration(config.model)
     if problems:
         raise ConfigError(problems, "the run")
     raw = _named_json("zero1")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
-    facts = read_facts(config, raw, figures) | Facts(
+    names_json = "zero_stage" in required
+    named = read_deepspeed_config(find_deepspeed_config(config.engine.deepspeed_config))
+    facts = read_facts(config, named if names_json else raw, figures) | Facts(
         torch_adam=True, world_size=cluster.num_devices, device=device, async_io=True
     )
     # What an override requires holds for every layout, so it is a fact of the run.
-    if required.get("offload_optimizer"):
+    if required.get("offload_optimizer") and not facts.offload_optimizer:
         facts |= Facts(offload_optimizer="cpu")
-    if required.get("offload_parameters"):
+    if required.get("offload_parameters") and not facts.offload_param:
         facts |= Facts(offload_param="cpu")
     gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     memory = config.checkpoint.memory

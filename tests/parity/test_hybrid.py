@@ -144,7 +144,12 @@ CASES = [
     hybrid(2, "zero1", "zamba2", tensor=2),
 ]
 # Of each model the first case under ZeRO 3 or with divided tensors; of three models a fast one.
-_EXPORTABLE = [case for case in CASES if case.engine == "zero3" or "tensor" in case.degrees]
+_EXPORTABLE = [
+    case
+    for case in CASES
+    if (case.engine == "zero3" or "tensor" in case.degrees)
+    and case.model != "xlstm"  # which transformers 5.23 cannot evaluate at these widths
+]
 EXPORTED = list(
     {case.model: case for case in sorted(_EXPORTABLE, key=lambda c: not c.slow)}.values()
 )

@@ -326,3 +326,25 @@ def test_an_override_that_no_layout_has_is_refused(config: Path, override: str, 
     with pytest.raises(ConfigError) as caught:
         plan(config, "8xH100-80GB", override)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("checkpoint={every_steps: 7}", "checkpoint.every_steps = 7"),
+        ("optimizer={lr: 1.0e-4}", "optimizer.lr = 0.0001"),
+        ("parallel={}", "parallel = '{}'"),
+    ],
+)
+def test_a_section_counts_by_the_keys_that_it_names(config: Path, override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(key)}: changes nothing in a plan"):
+        plan(config, "8xH100-80GB", override)
+
+
+@pytest.mark.parametrize(("name", "is_fused"), [("zero3", True), ("zeropp", False)])
+def test_layers_are_priced_as_the_named_json_lets_them_compute(
+    config: Path, name: str, is_fused: bool
+) -> None:
+    """ZeRO++ keeps hooks inside of layers, which are not compiled then."""
+    planned = plan(config, "8xH100-80GB", f"engine.deepspeed_config={name}")
+    assert {candidate.layout.fused_layers for candidate in planned.fitting} == {is_fused}
