@@ -304,6 +304,16 @@ class ModelCosts:
         numbers = {layer: number for number, layer in enumerate(kinds)}
         return replace(self, kinds=kinds, layers=tuple(numbers[layer] for layer in layers))
 
+    def with_eager_attention(self) -> ModelCosts:
+        """Return the costs with attention that keeps its scores: the softmax in float32, and a copy
+        in the dtype of the values that it multiplies, if that is another one."""
+        score_bytes = 4.0 + (self.element_bytes if self.element_bytes < 4 else 0)
+        kinds = tuple(
+            layer if layer.attention is None else replace(layer, score_bytes=score_bytes)
+            for layer in self.kinds
+        )
+        return replace(self, kinds=kinds)
+
     def with_score_head(self) -> ModelCosts:
         """Return the costs with a head of a single output instead of the vocabulary's head."""
         head = self.hidden_size

@@ -45,6 +45,8 @@ def model_costs(
     and if its adapters are not known without torch.
     """
     costs, remark = _base_costs(config, hf_config, traces)
+    if config.model.attention == "eager":
+        costs = costs.with_eager_attention()
     if config.objective.kind.scores_samples:
         costs = costs.with_score_head()
     if config.adapters is not None:

@@ -31,8 +31,11 @@ from bigtrain.models.layers.tiled_mlp import Tiles, find_mlps
 from bigtrain.models.parallel.stage_layout import find_layout
 from bigtrain.models.tracing import meta_trace
 from bigtrain.models.tracing.meta_trace import trace_model
+from bigtrain.models.tracing.traced_costs import model_costs
 from bigtrain.planner.model_costs import DenseShape, ModelCosts, closed_form
+from bigtrain.settings.loading import parse_run_config
 from tests.parity.multi_token_models import deepseek
+from tests.support.run_trees import run_tree
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
@@ -271,3 +274,42 @@ def test_layers_for_multi_token_prediction_cost_as_others(count: int) -> None:
         assert kind.saved_bytes_whole > kinds[1].saved_bytes_whole
         products = {(m.in_size, m.out_size) for m in kind.matmuls}
         assert (2 * width, width) in products
+
+
+@pytest.mark.parametrize(("dtype", "score_bytes"), [("float32", 4.0), ("bfloat16", 6.0)])
+def test_eager_attention_keeps_its_scores(dtype: str, score_bytes: float) -> None:
+    """Bytes per score of what autograd saves, against the costs of a run with eager attention."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
+    heads, layers, tokens = 4, 2, 256
+    shape = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }
+    saved_bytes = {}
+    for attention in ("sdpa", "eager"):
+        config = LlamaConfig(**sizes, **shape)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logits = model(input_ids=torch.arange(tokens)[None] % 64, use_cache=False).logits
+        assert logits.requires_grad
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        saved_bytes[attention] = sum(n for key, n in storages.items() if key not in weights)
+    measured = (saved_bytes["eager"] - saved_bytes["sdpa"]) / (layers * heads * tokens**2)
+    assert measured == pytest.approx(score_bytes, rel=0.02)
+
+    model_config = {"model_type": "llama", **sizes, **shape}
+    for attention, expected in (("sdpa", 0.0), ("eager", score_bytes)):
+        tree = run_tree(
+            model={"config": model_config, "attention": attention}, precision={"dtype": dtype}
+        )
+        costs, _ = model_costs(parse_run_config(tree))
+        assert {layer.score_bytes for layer in costs.kinds} == {expected}
