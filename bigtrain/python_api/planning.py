@@ -163,7 +163,13 @@ def plan(
     else:
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
-        raise ConfigError(_unmet(request, cluster, overrides) or _no_layout(loaded, cluster))
+        # Values that no layout has, then settings that no layout allows.
+        from bigtrain.settings.compatibility.check import check_compatibility
+        from bigtrain.settings.compatibility.facts import Facts
+
+        problems = _unmet(request, cluster, overrides)
+        problems = problems or check_compatibility(request.facts | Facts(world_size=1))
+        raise ConfigError(problems or _no_layout(loaded, cluster))
     fitting_proposals: list[Proposal] = []
     if not longest and not any(not offloads(candidate) for candidate in ranking.fitting):
 

@@ -348,3 +348,20 @@ def test_layers_are_priced_as_the_named_json_lets_them_compute(
     """ZeRO++ keeps hooks inside of layers, which are not compiled then."""
     planned = plan(config, "8xH100-80GB", f"engine.deepspeed_config={name}")
     assert {candidate.layout.fused_layers for candidate in planned.fitting} == {is_fused}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["batch.sequence_length=4096", "batch.global_batch_size=8"], "batch.sequence_length"),
+        (["model.loss=liger", "objective.z_loss=1.0e-4"], "model.loss"),
+    ],
+)
+def test_settings_that_no_layout_allows_are_the_cause(
+    config: Path, overrides: list[str], key: str
+) -> None:
+    """And not the number of devices."""
+    with pytest.raises(ConfigError) as raised:
+        plan(config, "8xH100-80GB", *overrides)
+    assert any(problem.key.startswith(key) for problem in raised.value.problems)
+    assert all(problem.key != "--gpus" for problem in raised.value.problems)
