@@ -79,6 +79,8 @@ NOT_FOLLOWED = {
     "asynchronous save, generation": "they read values that do not exist",
     "other objectives than the cross-entropy": "no case has their samples",
     "numbers copied to the device with a kernel": "they are arguments of its launch",
+    "a missing `Tensor.record_stream`": "no memory is used again, which it would protect",
+    "copies without a wait from memory that is not pinned": "fake memory is of no kind",
 }
 """What fake tensors cannot follow, and why."""
 
