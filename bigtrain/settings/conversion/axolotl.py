@@ -6,9 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.settings.conversion.accepted_values import AXOLOTL_VALUES
+from bigtrain.settings.conversion.accepted_values import (
+    AXOLOTL_DATASET_VALUES,
+    AXOLOTL_VALUES,
+    TEXT,
+)
 from bigtrain.settings.conversion.axolotl_rows import set_rows
 from bigtrain.settings.conversion.common import (
+    SCHEDULE_OPTIONS,
     set_adam,
     set_batch,
     set_dtype,
@@ -36,6 +41,63 @@ from bigtrain.settings.conversion.trainer import set_adapters
 NAME = "Axolotl"
 _SAME = note("the same results by other kernels; see model.kernels and model.loss")
 _ELSEWHERE = note("is of the program, not of the training")
+_ANSWERS = only((["assistant"], ["gpt"]), "a run learns answers only")
+
+_DATASET: Table = {
+    "path": read("`tokenize --input`"),
+    "name": read("`tokenize --dataset-config`"),
+    "split": read("`tokenize --dataset-split`"),
+    "type": read("`tokenize --format`"),
+    **rows("data_files data_dir", note("name these files in --input of the tokenize line")),
+    "ds_type": note("the ending of a file decides its format: tokenize --read-as"),
+    "preprocess_shards": note("tokenize takes any number of rows"),
+    "streaming": note("shards are read in the order of data.samples"),
+    **rows("shards shards_idx skip", refused("a part of the rows: cut the file")),
+    "revision": refused("tokenize reads the dataset's main branch"),
+    "trust_remote_code": note("code of the hub is never run"),
+    **rows("input_transform input_format", refused("tokenize --filter MODULE:FUNCTION edits rows")),
+    "conversation": read("`tokenize --format`, of type alpaca_chat"),
+    "chat_template": read("`tokenize --chat-template`, of this dataset"),
+    "chat_template_jinja": refused("write its text into a file for tokenize --chat-template"),
+    "field": read("`tokenize --text-key`"),
+    "text_column": read("`tokenize --text-key`"),
+    "field_messages": read("`tokenize --key messages=`"),
+    "message_property_mappings": read(
+        "`tokenize --format`",
+        with_values(
+            rows("role content", read("`tokenize --format`: messages or sharegpt")),
+            [(TEXT, "role content")],
+        ),
+    ),
+    **rows("message_field_role message_field_content", read("`tokenize --format`")),
+    "roles": read("`tokenize --role`"),
+    **rows("field_human field_model field_system", refused("tokenize --key NAME=KEY names keys")),
+    "field_tools": only(("tools",), "tokenize reads the tools of a conversation from this key"),
+    **rows(
+        "field_thinking template_thinking_key",
+        only(("reasoning_content",), "messages are rendered with the keys that they have"),
+    ),
+    "split_thinking": refused("messages are rendered as they are"),
+    **rows(
+        "message_field_training message_field_training_detail",
+        refused("marks of messages do not decide what is learned: tokenize --learn"),
+    ),
+    "roles_to_train": _ANSWERS,
+    **rows(
+        "train_on_eos train_on_eot",
+        only(("turn",), "a run learns the end of each answer that it learns"),
+    ),
+    "drop_system_message": refused("a system message is a part of the rows"),
+    **rows("logprobs_field temperature", refused("distillation is not a kind of objective")),
+    "field_chosen": only(("chosen",), "tokenize --key chosen=KEY names another one"),
+    "field_rejected": only(("rejected",), "tokenize --key rejected=KEY names another one"),
+    **rows(
+        "step_separator max_completion_length train_on_last_step_only",
+        refused("rewards of steps are not a kind of objective"),
+    ),
+}
+_DATASET = with_values(_DATASET, AXOLOTL_DATASET_VALUES)
+"""Keys of a dataset (Axolotl's utils/schemas/datasets.py)."""
 
 TABLE: Table = {
     "base_model": sets("model.path"),
@@ -75,7 +137,7 @@ TABLE: Table = {
     "adam_epsilon": read("`optimizer.eps`"),
     "max_grad_norm": read("`optimizer.clip_norm`"),
     "lr_scheduler": read("`schedule.type`"),
-    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`"),
+    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`", SCHEDULE_OPTIONS),
     "cosine_min_lr_ratio": read("`schedule.min_lr_ratio`"),
     "cosine_constant_lr_ratio": refused("a constant rate at the end is not implemented"),
     "lr_quadratic_warmup": refused("the warm-up is linear"),
@@ -131,14 +193,13 @@ TABLE: Table = {
     ),
     "heads_k_stride": note("of ring attention; results are the same"),
     "ring_attn_func": note("of ring attention; results are the same"),
-    "datasets": read("the `tokenize` lines"),
-    "pretraining_dataset": read("the `tokenize` lines"),
-    "test_datasets": note("tokenize them, and name them in evaluation.held_out"),
+    **rows("datasets pretraining_dataset", read("the `tokenize` lines", _DATASET)),
+    "test_datasets": note("tokenize them, and name them in evaluation.held_out", _DATASET),
     "val_set_size": read("`tokenize --held-out`"),
     "chat_template": read("`tokenize --chat-template`; tokenizer_default: nothing"),
     "chat_template_jinja": read("a file for `tokenize --chat-template`"),
     "train_on_inputs": only((False,), "a run learns answers only"),
-    "roles_to_train": only((["assistant"], ["gpt"]), "a run learns answers only"),
+    "roles_to_train": _ANSWERS,
     "eot_tokens": note("ends of turns are found in the template"),
     "default_system_message": refused("a system message is a part of the rows"),
     "special_tokens": read("only pad_token: padding is never learned"),
@@ -353,6 +414,17 @@ def _set_objective(draft: Draft) -> None:
         beta = draft.number("rl_beta", draft.number("dpo_beta", draft.number("orpo_alpha", 0.1)))
         weights = ("kto_desirable_weight", "kto_undesirable_weight")
         set_objective(draft, METHODS[name], beta, weights)
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a file in which datasets are a list of dictionaries: a dataset may be its
+    path, or a dictionary without a list."""
+    keys = dict(tree)
+    for key in ("datasets", "pretraining_dataset", "test_datasets"):
+        datasets = [keys[key]] if isinstance(keys.get(key), (str, Mapping)) else keys.get(key)
+        if isinstance(datasets, list):
+            keys[key] = [{"path": item} if isinstance(item, str) else item for item in datasets]
+    return keys
 
 
 def is_axolotl(keys: Mapping[str, Any]) -> bool:

@@ -43,7 +43,7 @@ class Trainer:
 
 
 TRAINERS: Mapping[str, Trainer] = {
-    "axolotl": Trainer(axolotl.NAME, axolotl.TABLE, axolotl.is_axolotl, axolotl.fill),
+    "axolotl": Trainer(axolotl.NAME, axolotl.TABLE, axolotl.is_axolotl, axolotl.fill, axolotl.flat),
     "llama-factory": Trainer(
         llama_factory.NAME,
         llama_factory.TABLE,
@@ -138,7 +138,7 @@ def convert(
     draft.problems += [
         Problem(f"--omit {key}", None, "the file has no such key", "a key of the file")
         for key in omitted
-        if key.partition(".")[0] not in keys and key not in source.table
+        if not _has_key(draft, key, source.table)
     ]
     # The values, the rows of the table, then the meaning of several keys together.
     read_values(draft, source.table)
@@ -156,6 +156,17 @@ def convert(
     except ConfigError as error:
         raise ConfigError(_by_keys_of_file(error.problems, draft, source.table), label) from error
     return Conversion(source.name, draft.run, config, draft.commands, draft.notes)
+
+
+def _has_key(draft: Draft, path: str, table: Table) -> bool:
+    """Return whether a key can be omitted: one that the file has, or that the table has for the
+    same place of the file. path: dotted, such as datasets.0.type."""
+    parent, _, name = path.rpartition(".")
+    keys = draft.value_in_file(parent) if parent else draft.keys
+    for parent_name in parent.split(".") if parent else ():
+        if not parent_name.isdecimal():
+            table = table[parent_name].members if parent_name in table else {}
+    return isinstance(keys, Mapping) and (name in keys or name in table)
 
 
 @dataclass(frozen=True)

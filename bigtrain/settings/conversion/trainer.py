@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from bigtrain.objectives.preference import PairLoss
-from bigtrain.settings.conversion.accepted_values import TRAINER_VALUES
+from bigtrain.settings.conversion.accepted_values import NUMBER, TEXT, TRAINER_VALUES, Values
 from bigtrain.settings.conversion.common import (
+    SCHEDULE_OPTIONS,
     model_name,
     set_adam,
     set_batch,
@@ -47,6 +48,24 @@ _ELSEWHERE = "is of the program, not of the training"
 _DATA = read("the `tokenize` line")
 _REINFORCEMENT = refused("reinforcement learning (GRPO, PPO, RLOO) is not a kind of objective")
 
+_MIXTURE: Table = {
+    "datasets": read(
+        _DATA.text,
+        with_values(
+            {
+                **rows("id config split", _DATA),
+                "weight": read("only 1: all rows"),
+                "columns": note("tokenize reads the columns of the format"),
+            },
+            [(TEXT, "id config split"), (NUMBER, "weight")],
+        ),
+    ),
+    "seed": note("samples are shuffled by the seed of the run"),
+    "test_split_size": note("`tokenize --held-out F` takes a share of the rows"),
+}
+_MIXTURE = with_values(_MIXTURE, [(Values(types=(list,)), "datasets")])
+"""Keys of a mixture of datasets, as in the alignment handbook and open-r1."""
+
 # TRL has separate trainers for CPO (simpo) and ORPO.
 _DPO_LOSSES = [name for name in get_args(PairLoss) if name not in ("simpo", "orpo")]
 
@@ -77,7 +96,7 @@ TABLE: Table = {
     "adam_epsilon": read("`optimizer.eps`"),
     "max_grad_norm": read("`optimizer.clip_norm`"),
     "lr_scheduler_type": read("`schedule.type`"),
-    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`"),
+    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`", SCHEDULE_OPTIONS),
     "warmup_steps": read("`schedule.warmup_steps`"),
     "warmup_ratio": read("`schedule.warmup_ratio`"),
     "per_device_train_batch_size": read("`batch.micro_batch_size`, `batch.global_batch_size`"),
@@ -122,9 +141,10 @@ TABLE: Table = {
     "completion_only_loss": only((True,), "a prompt would be learned too"),
     **rows(
         "dataset_name dataset_config dataset_train_split dataset_splits dataset_mixer "
-        "dataset_mixture dataset_configs dataset_text_field",
+        "dataset_configs dataset_text_field",
         _DATA,
     ),
+    "dataset_mixture": read(_DATA.text, _MIXTURE),
     **rows("dataset_test_split eval_dataset", note("evaluation is on `tokenize --held-out`")),
     "dataset_kwargs": note("of TRL's own preparation of the data"),
     "chat_template": read("a file for `tokenize --chat-template`"),

@@ -114,6 +114,8 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
             assert any(f"{name}.".startswith(f"{row.path}.") for name in settings), key
         else:
             assert row.text, key
+        for member, row_within in row.members.items():
+            assert row_within.describe(), f"{key}.{member}"
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,20 @@ def test_other_files_are_refused_as_a_whole(
     assert text in problem
 
 
+NEOX: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "pos_emb": "rotary",
+    "no_weight_tying": True,
+    "vocab_size": 256,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "train_micro_batch_size_per_gpu": 2,
+    "train_iters": 100,
+    "data_path": "data/pile_text_document",
+}
 AXOLOTL: dict[str, Any] = {
     "base_model": "org/model",
     "datasets": [{"path": "org/chats", "type": "chat_template"}],
@@ -302,6 +318,95 @@ def test_keys_within_keys_are_read_too(tmp_path: Path) -> None:
     )
     found = problems(tmp_path, {**keys, "fp16": {"enabled": "perhaps"}})
     assert found["fp16.enabled"].startswith("must be true or false, as in GPT-NeoX")
+
+
+def chats(**keys: Any) -> dict[str, Any]:
+    """Return a file of Axolotl whose dataset has further keys."""
+    return {**AXOLOTL, "datasets": [{"path": "org/chats", "type": "chat_template", **keys}]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "text"),
+    [
+        (chats(roles_to_train=["user"]), "datasets.0.roles_to_train", "learns answers only"),
+        (chats(train_on_eos="last"), "datasets.0.train_on_eos", "the end of each answer"),
+        (chats(drop_system_message=True), "datasets.0.drop_system_message", "system message"),
+        (chats(drop_system_message="y?"), "datasets.0.drop_system_message", "true or false"),
+        (chats(field_mesages="x"), "datasets.0.field_mesages", "did you mean field_messages?"),
+        (chats(field_messages=["x"]), "datasets.0.field_messages", "must be a text"),
+        (chats(wieght=3), "datasets.0.wieght", "--omit datasets.0.wieght accepts a run"),
+        (chats(weight=3), "datasets.0.weight", "is not a key of Axolotl that bigtrain knows"),
+        (chats(field_output="foo"), "datasets.0.field_output", "is not a key of Axolotl"),
+        (chats(shards=10), "datasets.0.shards", "a part of the rows: cut the file"),
+        (chats(chat_template="mine"), "datasets.0.chat_template", "tokenize --chat-template"),
+        (
+            chats(message_property_mappings={"role": "role", "wight": "w"}),
+            "datasets.0.message_property_mappings.wight",
+            "is not a key of Axolotl",
+        ),
+        (
+            {**AXOLOTL, "test_datasets": [{"path": "mine.jsonl", "spilt": "test"}]},
+            "test_datasets.0.spilt",
+            "did you mean split?",
+        ),
+        (
+            {**AXOLOTL, "pretraining_dataset": {"path": "org/texts", "skip": 100}},
+            "pretraining_dataset.0.skip",
+            "a part of the rows",
+        ),
+        ({**AXOLOTL, "datasets": [5]}, "datasets", "must hold keys and values in each entry"),
+        (
+            {**SFT, "dataset_mixture": {"datasets": [{"id": "org/chats", "wieght": 0.5}]}},
+            "dataset_mixture.datasets.0.wieght",
+            "did you mean weight?",
+        ),
+        ({**SFT, "lr_scheduler_kwargs": {"pwer": 2}}, "lr_scheduler_kwargs.pwer", "--omit"),
+        (
+            {**NEOX, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "beta": [0.9, 0.95]}}},
+            "optimizer.params.beta",
+            "did you mean betas?",
+        ),
+        ({**NEOX, "fp16": {"enabld": True}}, "fp16.enabld", "did you mean enabled?"),
+        ({**NEOX, "zero_optimization": {"stgae": 1}}, "zero_optimization.stgae", "--omit"),
+        ({**NEOX, "data_types": {"grad_dtype": "fp32"}}, "data_types.grad_dtype", "--omit"),
+    ],
+)
+def test_a_key_within_a_key_is_refused_by_its_name(
+    tmp_path: Path, keys: dict[str, Any], key: str, text: str
+) -> None:
+    found = problems(tmp_path, keys)
+    assert list(found) == [key]
+    assert text in found[key]
+
+
+@pytest.mark.parametrize("key", ["train_on_eos", "field_output", "shards"])
+def test_a_key_within_a_key_can_be_omitted(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path, chats(**{key: 7}))
+    conversion = convert([path], world_size=4, omitted=[f"datasets.0.{key}"])
+    assert f"datasets.0.{key} = 7: omitted, as --omit asks" in conversion.notes
+    assert conversion.commands == convert([write(tmp_path, chats())], world_size=4).commands
+    for absent in ("datasets.0.no_such_key", "datasets.3.path", "datasets.0"):
+        found = problems(tmp_path, chats(), omitted=[absent])
+        assert found[f"--omit {absent}"].startswith("the file has no such key")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"roles": {"assistant": ["bot"], "user": ["user"]}}, "--format messages --role bot=a"),
+        ({"chat_template": "chatml"}, "--format messages --chat-template chatml --output"),
+        ({"field_messages": "turns", "roles_to_train": None}, "--key messages=turns --output"),
+    ],
+)
+def test_keys_of_a_dataset_are_options(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
+    [command] = convert([write(tmp_path, chats(**keys))], world_size=4).commands
+    assert words in command
+
+
+def test_a_dataset_may_be_its_path(tmp_path: Path) -> None:
+    keys = {**AXOLOTL, "datasets": None, "pretraining_dataset": "org/texts"}
+    [command] = convert([write(tmp_path, keys)], world_size=4).commands
+    assert "--input org/texts --tokenizer org/model --text-key text" in command
 
 
 def misspelt(keys: dict[str, Any], key: str, name: str) -> dict[str, Any]:
@@ -557,20 +662,6 @@ def test_a_llama_of_megatron_is_a_llama(tmp_path: Path) -> None:
     assert conversion.commands == ["bigtrain manifest data/c4_text_document --tokenizer TOKENIZER"]
 
 
-NEOX: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "max_position_embeddings": 32,
-    "pos_emb": "rotary",
-    "no_weight_tying": True,
-    "vocab_size": 256,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-    "train_micro_batch_size_per_gpu": 2,
-    "train_iters": 100,
-    "data_path": "data/pile_text_document",
-}
 GATED = {"norm": "rmsnorm", "activation": "swiglu"}
 
 
