@@ -183,7 +183,8 @@ AXOLOTL_VALUES: Accepted = [
         FLAG,
         "lora_target_linear peft_use_rslora peft_use_dora load_in_4bit load_in_8bit "
         "sample_packing flash_attention sdp_attention eager_attention flex_attention "
-        "xformers_attention reward_model process_reward_model use_tensorboard fp16",
+        "xformers_attention reward_model process_reward_model use_tensorboard fp16 "
+        "load_best_model_at_end greater_is_better",
     ),
     (flag("auto", "full"), "bf16"),
     (flag("auto"), "tf32 torch_compile"),
@@ -212,7 +213,8 @@ AXOLOTL_VALUES: Accepted = [
     (
         TEXT,
         "base_model optimizer lr_scheduler attn_implementation chat_template "
-        "chat_template_jinja wandb_project output_dir adapter rl",
+        "chat_template_jinja wandb_project output_dir adapter rl metric_for_best_model "
+        "eval_strategy",
     ),
     (TEXTS, "lora_target_modules lora_modules_to_save lora_target_parameters"),
     (Values(has_flags=True, types=(str,)), "peft_init_lora_weights"),

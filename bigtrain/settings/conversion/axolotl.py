@@ -36,7 +36,7 @@ from bigtrain.settings.conversion.tables import (
     sets,
     with_values,
 )
-from bigtrain.settings.conversion.trainer import set_adapters
+from bigtrain.settings.conversion.trainer import set_adapters, set_best
 
 NAME = "Axolotl"
 _SAME = note("the same results by other kernels; see model.kernels and model.loss")
@@ -233,7 +233,10 @@ TABLE: Table = {
     "save_total_limit": sets("checkpoint.keep_last"),
     "saves_per_epoch": read("`checkpoint.every_epochs`, 1 divided by it"),
     "evals_per_epoch": read("`evaluation.every_epochs`, 1 divided by it"),
-    **rows("save_strategy eval_strategy", note("the numbers of steps or of an epoch decide it")),
+    "save_strategy": note("the numbers of steps or of an epoch decide it"),
+    "eval_strategy": read("`evaluation.every_epochs`, without a number of steps or of an epoch"),
+    "load_best_model_at_end": read("`checkpoint.keep_best`"),
+    **rows("metric_for_best_model greater_is_better", read("`evaluation.best`")),
     "early_stopping_patience": read("see the line"),
     "loss_watchdog_threshold": note("guard.spike_sigma skips bad steps"),
     "loss_watchdog_patience": note("guard.max_consecutive"),
@@ -390,17 +393,62 @@ def _set_log(draft: Draft) -> None:
         draft.set("logging.project", draft.value("wandb_project"))
     elif draft.value("use_tensorboard"):
         draft.set("logging.trackers", ["tensorboard"])
-    for key, path in (("save_steps", "checkpoint"), ("eval_steps", "evaluation")):
-        set_steps(draft, key, f"{path}.every_steps")
+    for key, section in (("save_steps", "checkpoint"), ("eval_steps", "evaluation")):
+        set_steps(draft, key, section)
     for key, section in (("saves_per_epoch", "checkpoint"), ("evals_per_epoch", "evaluation")):
         if draft.value(key):
             draft.set(f"{section}.every_epochs", 1 / draft.number(key))
     has_epochs = draft.number("max_steps", -1) <= 0
-    if has_epochs and not draft.value("saves_per_epoch") and draft.value("save_steps") is None:
+    if has_epochs and not draft.value("saves_per_epoch") and not draft.value("save_steps"):
         draft.set("checkpoint.every_epochs", 1.0)
+    if not draft.value("save_total_limit") and "checkpoint.keep_last" not in draft.given_settings:
+        draft.notes.append(
+            "save_total_limit is missing: Axolotl keeps the newest 4 checkpoints; here the newest "
+            "2: checkpoint.keep_last=4"
+        )
+    _set_evaluation(draft)
     if draft.value("early_stopping_patience"):
         draft.notes.append(
             "early_stopping_patience: evaluation.early_stopping.patience, with every_steps"
+        )
+
+
+def _set_evaluation(draft: Draft) -> None:
+    """Set evaluations by eval_strategy, and the best checkpoint; list where Axolotl's defaults
+    differ (core/builders/base.py and causal.py; utils/config/, `normalize_config`)."""
+    has_shares, has_sets = draft.number("val_set_size", 0) > 0, bool(draft.value("test_datasets"))
+    has_numbers = draft.value("eval_steps") or draft.value("evals_per_epoch")
+    if draft.value("eval_strategy") == "epoch" and not has_numbers:
+        draft.set("evaluation.every_epochs", 1.0)
+    elif not has_numbers and (has_shares or has_sets):
+        draft.notes.append(
+            "eval_steps and evals_per_epoch are missing: older versions of Axolotl then evaluate "
+            "each epoch, newer ones never; here once, at the end of the run: "
+            "evaluation.every_epochs=1 evaluates each epoch"
+        )
+    # Axolotl loads the best model by itself where each save follows an evaluation.
+    periods = []
+    for key, rate in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        share = 1 / (draft.number(rate) * draft.number("num_epochs", 1)) if draft.value(rate) else 1
+        periods.append(share if share < 1 else draft.number(key, 0))
+    save, evaluation = periods
+    is_loaded = has_shares != has_sets and save and evaluation and save % evaluation == 0
+    wanted = draft.value("load_best_model_at_end")
+    if is_loaded and (wanted or draft.value("early_stopping_patience")):
+        set_best(draft)
+    elif is_loaded and wanted is None and not draft.value("rl"):
+        settings = "checkpoint.keep_best=1"
+        saved_epochs = draft.run["checkpoint"].get("every_epochs")
+        if saved_epochs != draft.run["evaluation"].get("every_epochs"):
+            settings += f" evaluation.every_epochs={saved_epochs:g}"
+        draft.notes.append(
+            "load_best_model_at_end is missing: Axolotl then ends with the weights of the best "
+            f"checkpoint; here with the last: {settings} and `bigtrain export --best`"
+        )
+    elif wanted and not is_loaded:
+        draft.notes.append(
+            "load_best_model_at_end = True: Axolotl does so only with val_set_size or "
+            "test_datasets, and save_steps that are a multiple of eval_steps, so not here"
         )
 
 

@@ -53,6 +53,18 @@ def set_rows(draft: Draft) -> None:
     if not pairs:
         packs = bool(draft.value("sample_packing"))
         set_packing(draft, packs=packs, length="sequence_len")
+        micro_batch_size = draft.number("micro_batch_size", 1)
+        is_flat = any(
+            draft.value(key) for key in ("flash_attention", "flex_attention", "xformers_attention")
+        )
+        is_flat = is_flat or str(draft.value("attn_implementation")).startswith("fl")
+        if packs and is_flat and micro_batch_size > 1:
+            length = draft.run["batch"]["sequence_length"]
+            draft.notes.append(
+                f"sample_packing: Axolotl packs rows into {micro_batch_size * length} tokens "
+                f"(micro_batch_size x sequence_len), a run into {length}, so that the number of "
+                "steps may differ by some percent"
+            )
         is_joined = bool(draft.value("pretraining_dataset")) and not packs
         if is_joined and "sample_packing" not in draft.omitted:
             rule = "without it rows of pretraining_dataset share samples, and see each other"

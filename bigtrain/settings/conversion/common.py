@@ -218,14 +218,19 @@ def set_trackers(draft: Draft, names: object) -> None:
             draft.notes.append(f"report_to = {name!r}: is not one of bigtrain's trackers")
 
 
-def set_steps(draft: Draft, key: str, path: str) -> None:
-    """Set a number of steps between saves or evaluations; list a share of the run."""
+def set_steps(draft: Draft, key: str, section: str) -> None:
+    """Set a number of steps between saves or evaluations, `section` of the run. A share of the run
+    is a number of epochs; it is listed if the run has a number of steps."""
     every = draft.number(key)
-    if every is None:
+    if not every:
         return
+    epochs = draft.run["train"].get("epochs")
     if every >= 1:
-        draft.set(path, int(every))
+        draft.set(f"{section}.every_steps", int(every))
+    elif epochs:
+        draft.set(f"{section}.every_epochs", round(every * epochs, 9))
     else:
+        path = f"{section}.every_steps"
         draft.notes.append(f"{key} = {every}: a share of the run has no counterpart -> {path}=N")
 
 

@@ -148,18 +148,23 @@ class Draft:
                 self.notes.append(f"{key} = {value!r}: omitted, as --omit asks")
             elif name not in table:
                 if not is_unset(value):
-                    candidates = [candidate for candidate in table if candidate not in keys]
-                    self._refuse_unknown(prefix, str(name), candidates)
+                    self._refuse_unknown(
+                        prefix, str(name), {key: table[key] for key in table if key not in keys}
+                    )
             else:
                 self._apply_row(key, self._without_omitted(key, value), table[name])
                 for path, entry in _dictionaries(key, value) if table[name].members else ():
                     self._apply_members(f"{path}.", entry, table[name].members)
 
-    def _refuse_unknown(self, prefix: str, name: str, candidates: list[str]) -> None:
+    def _refuse_unknown(self, prefix: str, name: str, candidates: Table) -> None:
         """Refuse a key that the table does not have. A key similar to one of the `candidates` is
-        taken for a misspelling: then the value of the similar key is not missing."""
+        taken for a misspelling: then the value of the similar key is not missing. Keys that change
+        the run come first: lora_rank of Axolotl is lora_r, not local_rank."""
         fix = OMIT.format(f"{prefix}{name}")
-        if similar := difflib.get_close_matches(name, candidates, n=1, cutoff=MISSPELT):
+        effective = [key for key, row in candidates.items() if row.kind != "note"]
+        similar = difflib.get_close_matches(name, effective, n=1, cutoff=MISSPELT)
+        similar = similar or difflib.get_close_matches(name, candidates, n=1, cutoff=MISSPELT)
+        if similar:
             fix = f"did you mean {similar[0]}? Otherwise {fix}"
         self.refuse(f"{prefix}{name}", f"is not a key of {self.trainer} that bigtrain knows", fix)
         self.unreadable.update(f"{prefix}{key}" for key in similar)

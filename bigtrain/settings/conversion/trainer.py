@@ -329,7 +329,7 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
 def _set_saves(draft: Draft) -> None:
     """Set saves, evaluations and the best checkpoint; list where their defaults differ."""
     if draft.value("save_strategy", "steps") in ("steps", "best"):
-        set_steps(draft, "save_steps", "checkpoint.every_steps")
+        set_steps(draft, "save_steps", "checkpoint")
     elif draft.value("save_strategy") == "epoch":
         draft.set("checkpoint.every_epochs", 1.0)
     limit = draft.number("save_total_limit")
@@ -345,7 +345,7 @@ def _set_saves(draft: Draft) -> None:
         )
     strategy = draft.value("eval_strategy", draft.value("evaluation_strategy", "no"))
     if strategy == "steps":
-        set_steps(draft, "eval_steps", "evaluation.every_steps")
+        set_steps(draft, "eval_steps", "evaluation")
     elif strategy == "epoch":
         draft.set("evaluation.every_epochs", 1.0)
     if strategy in ("steps", "epoch") and not draft.value("val_size"):
@@ -360,16 +360,33 @@ def _set_saves(draft: Draft) -> None:
             "an evaluation measures 256 held-out samples, always the same ones; there all of them: "
             "evaluation.samples=N"
         )
-    if draft.value("load_best_model_at_end"):
-        draft.set("checkpoint.keep_best", 1)
+    has_set = any(
+        draft.value(key)
+        for key in ("validation_split_percentage", "validation_file", "val_size", "eval_dataset")
+    )
+    if strategy == "no" and has_set:
         draft.notes.append(
-            "load_best_model_at_end: the best checkpoint is kept, and the run exports its last "
-            "weights; `bigtrain export --best` exports the best"
+            "eval_strategy is missing or no: there the run is not evaluated while it trains; here "
+            "once, at its end: evaluation.every_epochs=1 evaluates each epoch"
         )
-        metric = draft.value("metric_for_best_model", "loss")
-        if metric not in ("loss", "eval_loss"):
-            rule = "is a metric of the program; evaluation.best.metric names one of a run"
-            draft.refuse("metric_for_best_model", rule, "--omit metric_for_best_model: the loss")
+    if draft.value("load_best_model_at_end"):
+        set_best(draft)
+
+
+def set_best(draft: Draft) -> None:
+    """Set that the best checkpoint is kept, as load_best_model_at_end asks. Shared with Axolotl."""
+    draft.set("checkpoint.keep_best", 1)
+    draft.notes.append(
+        "load_best_model_at_end: the best checkpoint is kept, and the run exports its last "
+        "weights; `bigtrain export --best` exports the best"
+    )
+    metric = draft.value("metric_for_best_model", "loss")
+    if metric not in ("loss", "eval_loss"):
+        rule = "is a metric of the program; evaluation.best.metric names one of a run"
+        draft.refuse("metric_for_best_model", rule, "--omit metric_for_best_model: the loss")
+    elif draft.value("greater_is_better"):
+        rule = "takes the checkpoint with the highest loss for the best"
+        draft.refuse("greater_is_better", rule, "--omit greater_is_better: the lowest loss")
 
 
 def _set_objective(draft: Draft, task: str) -> None:

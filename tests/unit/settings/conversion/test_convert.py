@@ -232,6 +232,7 @@ AXOLOTL: dict[str, Any] = {
     "warmup_steps": 10,
     "sample_packing": True,
 }
+AXOLOTL_LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 LLAMA_FACTORY: dict[str, Any] = {
     "stage": "sft",
     "model_name_or_path": "org/model",
@@ -409,6 +410,107 @@ def test_a_dataset_may_be_its_path(tmp_path: Path) -> None:
     assert "--input org/texts --tokenizer org/model --text-key text" in command
 
 
+def notes_of(directory: Path, keys: dict[str, Any], *overrides: str) -> str:
+    conversion = convert([write(directory, keys)], world_size=4, overrides=overrides)
+    return "\n".join(conversion.notes)
+
+
+EVALUATED = {"val_set_size": 0.1, "save_steps": 100, "eval_steps": 50}
+"""Keys of Axolotl with which it can keep the best checkpoint."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept", "note"),
+    [
+        (EVALUATED, None, "load_best_model_at_end is missing: Axolotl then ends with"),
+        ({**EVALUATED, "load_best_model_at_end": False}, None, ""),
+        ({**EVALUATED, "load_best_model_at_end": "yes"}, 1, "exports its last weights"),
+        ({**EVALUATED, "early_stopping_patience": 3}, 1, "exports its last weights"),
+        ({**EVALUATED, "load_best_model_at_end": True, "eval_steps": 30}, None, "so not here"),
+        ({"load_best_model_at_end": True, "save_steps": 100}, None, "so not here"),
+        (
+            {"val_set_size": 0.1, "saves_per_epoch": 1, "evals_per_epoch": 4, "num_epochs": 2},
+            None,
+            "checkpoint.keep_best=1 evaluation.every_epochs=1 and `bigtrain export --best`",
+        ),
+        ({"val_set_size": 0.1, "saves_per_epoch": 1, "evals_per_epoch": 1}, None, ""),
+    ],
+)
+def test_the_best_checkpoint_of_axolotl(
+    tmp_path: Path, keys: dict[str, Any], kept: int | None, note: str
+) -> None:
+    conversion = convert([write(tmp_path, {**AXOLOTL, **keys})], world_size=4)
+    assert conversion.tree.get("checkpoint", {}).get("keep_best") == kept
+    text = "\n".join(conversion.notes)
+    assert note in text if note else "load_best_model_at_end" not in text
+
+
+@pytest.mark.parametrize("keys", [{**AXOLOTL, **EVALUATED}, {**CLM, "max_steps": 100}])
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("metric_for_best_model", "eval_accuracy", "evaluation.best.metric names one of a run"),
+        ("greater_is_better", True, "the highest loss for the best"),
+    ],
+)
+def test_the_best_checkpoint_has_the_lowest_loss(
+    tmp_path: Path, keys: dict[str, Any], key: str, value: object, text: str
+) -> None:
+    found = problems(tmp_path, {**keys, "load_best_model_at_end": True, key: value})
+    assert list(found) == [key]
+    assert text in found[key]
+
+
+def test_evaluations_that_the_file_does_not_name(tmp_path: Path) -> None:
+    text = "once, at the end of the run: evaluation.every_epochs=1 evaluates each epoch"
+    for sets in ({"val_set_size": 0.1}, {"test_datasets": ["org/test"]}):
+        assert text in notes_of(tmp_path, {**AXOLOTL, **sets})
+        assert text not in notes_of(tmp_path, {**AXOLOTL, **sets, "evals_per_epoch": 2})
+        keys = {**AXOLOTL, **sets, "eval_strategy": "epoch"}
+        assert text not in notes_of(tmp_path, keys)
+        conversion = convert([write(tmp_path, keys)], world_size=4)
+        assert conversion.config.evaluation.every_epochs == 1.0
+    assert text not in notes_of(tmp_path, AXOLOTL)
+    quiet = {**CLM, "eval_strategy": "no", "load_best_model_at_end": False}
+    assert "eval_strategy is missing or no: there the run is not" in notes_of(tmp_path, quiet)
+    assert "eval_strategy is missing" not in notes_of(tmp_path, SFT)
+
+
+@pytest.mark.parametrize(
+    ("keys", "epochs"),
+    [
+        ({**AXOLOTL, "num_epochs": 2}, "num_epochs"),
+        ({**CLM, "num_train_epochs": 2, "load_best_model_at_end": False}, "num_train_epochs"),
+    ],
+)
+def test_a_share_of_the_run_is_a_number_of_epochs(
+    tmp_path: Path, keys: dict[str, Any], epochs: str
+) -> None:
+    keys = {**keys, "eval_steps": 0.25, "save_steps": 0.5, "val_set_size": None}
+    config = convert([write(tmp_path, keys)], world_size=4).config
+    assert config.evaluation.every_epochs == 0.5
+    assert config.checkpoint.every_epochs == 1.0
+    notes = notes_of(tmp_path, {**keys, epochs: None, "max_steps": 100})
+    assert "eval_steps = 0.25: a share of the run has no counterpart" in notes
+
+
+def test_packs_of_axolotl_with_flash_attention_are_longer(tmp_path: Path) -> None:
+    keys = {**AXOLOTL, "sequence_len": 1000, "micro_batch_size": 2, "sample_packing": True}
+    text = "packs rows into 2000 tokens (micro_batch_size x sequence_len), a run into 1000"
+    assert text in notes_of(tmp_path, {**keys, "flash_attention": True})
+    assert text in notes_of(tmp_path, {**keys, "attn_implementation": "flash_attention_2"})
+    assert "packs rows into" not in notes_of(tmp_path, {**keys, "sdp_attention": True})
+    one = {**keys, "flash_attention": True, "micro_batch_size": 1}
+    assert "packs rows into" not in notes_of(tmp_path, one)
+
+
+def test_checkpoints_that_axolotl_keeps(tmp_path: Path) -> None:
+    text = "Axolotl keeps the newest 4 checkpoints"
+    assert text in notes_of(tmp_path, {**AXOLOTL, "saves_per_epoch": 2})
+    assert text not in notes_of(tmp_path, {**AXOLOTL, "save_total_limit": 3})
+    assert text not in notes_of(tmp_path, AXOLOTL, "checkpoint.keep_last=4")
+
+
 def misspelt(keys: dict[str, Any], key: str, name: str) -> dict[str, Any]:
     """Return the keys of a file with `name` in the place of `key`."""
     return {name if old == key else old: value for old, value in keys.items()}
@@ -421,6 +523,7 @@ def misspelt(keys: dict[str, Any], key: str, name: str) -> dict[str, Any]:
         (AXOLOTL, "learning_rate", "learing_rate"),
         (AXOLOTL, "warmup_steps", "warmup_stps"),
         (AXOLOTL, "datasets", "dataset"),
+        ({**AXOLOTL, **AXOLOTL_LORA}, "lora_r", "lora_rank"),
         (LLAMA_FACTORY, "stage", "stge"),
         (LLAMA_FACTORY, "neat_packing", "neat_paking"),
         (SFT, "learning_rate", "learning_rte"),
@@ -769,7 +872,6 @@ FACTORY: dict[str, Any] = {
     "output_dir": "runs/lf",
 }
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
-AXOLOTL_LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 FACTORY_LORA = {"finetuning_type": "lora"}
 
 
