@@ -176,6 +176,7 @@ LLAMA_FACTORY_VALUES: Accepted = [
     (Values(words=("nf4", "fp4")), "quantization_type"),
     (Values(words=("auto", "disabled", "sdpa", "fa2", "fa3")), "flash_attn"),
     (TEXT, "stage finetuning_type lora_target additional_target dataset template pref_loss"),
+    (FIELDS, "dataset_info"),
 ]
 
 AXOLOTL_VALUES: Accepted = [

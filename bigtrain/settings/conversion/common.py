@@ -36,10 +36,10 @@ def read_values(draft: Draft, table: Table) -> None:
     """Replace the values of the file by the values that the trainer reads. A value that the trainer
     does not take is a problem, never a guess; a legal value takes its place, so that the
     problems of other keys are found, too."""
-    draft.keys = _read_members(draft, "", draft.keys, table)
+    draft.keys = read_members(draft, "", draft.keys, table)
 
 
-def _read_members(draft: Draft, prefix: str, keys: Mapping[str, Any], table: Table) -> Any:
+def read_members(draft: Draft, prefix: str, keys: Mapping[str, Any], table: Table) -> Any:
     """Return the keys of a dictionary with their values. prefix: before the names of the keys."""
     return {
         name: value
@@ -64,10 +64,10 @@ def _read_value(draft: Draft, path: str, value: Any, row: KeyRow) -> Any:
         draft.unreadable.add(path)
         return None if row.accepted is None else row.accepted.example
     if row.members and isinstance(value, Mapping):
-        return _read_members(draft, f"{path}.", value, row.members)
+        return read_members(draft, f"{path}.", value, row.members)
     if row.members and isinstance(value, list):
         return [
-            _read_members(draft, f"{path}.{number}.", entry, row.members)
+            read_members(draft, f"{path}.{number}.", entry, row.members)
             for number, entry in enumerate(value)
         ]
     return value

@@ -29,16 +29,15 @@ from bigtrain.system.text_files import TextFileError, read_text
 
 @dataclass(frozen=True)
 class Trainer:
-    """Another trainer: its table of keys, the test of a file, the meaning of several keys, the
-    inputs of datasets that further files next to the file name, and the defaults of keys that a
-    file need not have."""
+    """Another trainer: its table of keys, the test of a file, the meaning of several keys, the keys
+    that further files next to the file have, and the defaults of keys that a file need not have."""
 
     name: str
     table: Table
     owns: Callable[[Mapping[str, Any]], bool]
     fill: Callable[[Draft, str | None], None]
     flat: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    inputs: Callable[[Mapping[str, Any], Path], Mapping[str, str]] = lambda keys, folder: {}
+    beside: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = lambda keys, folder: {}
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -49,7 +48,7 @@ TRAINERS: Mapping[str, Trainer] = {
         llama_factory.TABLE,
         llama_factory.is_llama_factory,
         llama_factory.fill,
-        inputs=llama_factory.dataset_inputs,
+        beside=llama_factory.dataset_info,
     ),
     "gpt-neox": Trainer(
         megatron_keys.NEOX_NAME,
@@ -122,6 +121,7 @@ def convert(
         tree.update(read_tree(file))
     source = find_trainer(tree, label, trainer_name)
     keys = source.flat(tree)
+    keys.update(source.beside(keys, files[0].parent))
     given_settings = {}
     for override in overrides:
         path, _, text = override.partition("=")
@@ -133,7 +133,6 @@ def convert(
         world_size,
         source.defaults,
         given_settings,
-        source.inputs(keys, files[0].parent),
     )
     draft.problems += [
         Problem(f"--omit {key}", None, "the file has no such key", "a key of the file")

@@ -33,8 +33,7 @@ class Draft:
 
     keys: of the other trainer's file. omitted: keys that the user does without. world_size: ranks;
     None if it was not given. defaults: of keys, in the other trainer. given_settings: texts of the
-    settings of the run that the user sets, by dotted key. dataset_inputs: what ``tokenize --input``
-    reads of a dataset, by the name that the file has for it. run: sections of the run. commands:
+    settings of the run that the user sets, by dotted key. run: sections of the run. commands:
     that make the data. notes: lines on keys without counterpart, and on differences. problems: what
     changes the mathematics and has no counterpart, or is not known. unreadable: keys without a
     known value, since the file misspells the key or the value, each with a problem.
@@ -47,7 +46,6 @@ class Draft:
     world_size: int | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     given_settings: Mapping[str, str] = field(default_factory=dict)
-    dataset_inputs: Mapping[str, str] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -138,9 +136,9 @@ class Draft:
 
     def apply(self, table: Table) -> None:
         """Go through the keys of the file by a table; a key that it does not have is a problem."""
-        self._apply_members("", self.keys, table)
+        self.apply_members("", self.keys, table)
 
-    def _apply_members(self, prefix: str, keys: Mapping[str, Any], table: Table) -> None:
+    def apply_members(self, prefix: str, keys: Mapping[str, Any], table: Table) -> None:
         """Go through the keys of a dictionary. prefix: before the names of the keys."""
         for name, value in keys.items():
             key = f"{prefix}{name}"
@@ -154,7 +152,7 @@ class Draft:
             else:
                 self._apply_row(key, self._without_omitted(key, value), table[name])
                 for path, entry in _dictionaries(key, value) if table[name].members else ():
-                    self._apply_members(f"{path}.", entry, table[name].members)
+                    self.apply_members(f"{path}.", entry, table[name].members)
 
     def _refuse_unknown(self, prefix: str, name: str, candidates: Table) -> None:
         """Refuse a key that the table does not have. A key similar to one of the `candidates` is

@@ -619,6 +619,51 @@ def test_datasets_of_llama_factory_are_found_beside_the_file(tmp_path: Path) -> 
     assert any("of each FILE_OF_" in note for note in conversion.notes)
 
 
+@pytest.mark.parametrize(
+    ("record", "words", "note"),
+    [
+        ({"subset": "en", "split": "test"}, "--dataset-config en --dataset-split test", ""),
+        ({"formatting": "sharegpt", "ranking": False, "split": "train"}, "--text-key text", ""),
+        ({"columns": {"prompt": "question"}}, "", "--key NAME=COLUMN of the tokenize line"),
+        ({"tags": {"role_tag": "role"}}, "", "--role NAME=ROLE of the tokenize line"),
+    ],
+)
+def test_keys_of_dataset_info_are_options(
+    tmp_path: Path, record: dict[str, Any], words: str, note: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    records = {"wiki": {"hf_hub_url": "org/wiki", **record}, "unused": {"invented": 1}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(records))
+    conversion = convert([write(tmp_path, FACTORY)], world_size=1)
+    assert words in conversion.commands[0]
+    assert note in "\n".join(conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "text"),
+    [
+        ({"num_samples": 100}, "num_samples", "tokenize --max-samples takes the first ones"),
+        ({"revision": "v2"}, "revision", "the dataset's main branch"),
+        ({"spilt": "test"}, "spilt", "did you mean split?"),
+        ({"weight": 2}, "weight", "--omit dataset_info.wiki.weight accepts a run without it"),
+        ({"formatting": "chatty"}, "formatting", "must be alpaca or sharegpt or openai"),
+        ({"columns": {"promt": "q"}}, "columns.promt", "did you mean prompt?"),
+    ],
+)
+def test_a_key_of_dataset_info_is_refused_by_its_name(
+    tmp_path: Path, record: dict[str, Any], key: str, text: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    records = {"wiki": {"file_name": "wiki.json", **record}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(records))
+    found = problems(tmp_path, FACTORY, world_size=1)
+    assert list(found) == [f"dataset_info.wiki.{key}"]
+    assert text in found[f"dataset_info.wiki.{key}"]
+    omitted = [f"dataset_info.wiki.{key}"]
+    conversion = convert([write(tmp_path, FACTORY)], world_size=1, omitted=omitted)
+    assert any(note.startswith(f"{omitted[0]} = ") for note in conversion.notes)
+
+
 def test_a_missing_task_hides_no_other_problem(tmp_path: Path) -> None:
     found = problems(tmp_path, DPO, world_size=None)
     assert found.keys() == {"the trainer", "per_device_train_batch_size"}
