@@ -36,7 +36,7 @@ from bigtrain.settings.conversion.tables import (
     sets,
     with_values,
 )
-from bigtrain.settings.conversion.trainer import set_adapters, set_best
+from bigtrain.settings.conversion.trainer import missing_evaluations, set_adapters, set_best
 
 NAME = "Axolotl"
 _SAME = note("the same results by other kernels; see model.kernels and model.loss")
@@ -437,10 +437,7 @@ def _set_evaluation(draft: Draft) -> None:
     if is_loaded and (wanted or draft.value("early_stopping_patience")):
         set_best(draft)
     elif is_loaded and wanted is None and not draft.value("rl"):
-        settings = "checkpoint.keep_best=1"
-        saved_epochs = draft.run["checkpoint"].get("every_epochs")
-        if saved_epochs != draft.run["evaluation"].get("every_epochs"):
-            settings += f" evaluation.every_epochs={saved_epochs:g}"
+        settings = " ".join(("checkpoint.keep_best=1", *missing_evaluations(draft)))
         draft.notes.append(
             "load_best_model_at_end is missing: Axolotl then ends with the weights of the best "
             f"checkpoint; here with the last: {settings} and `bigtrain export --best`"

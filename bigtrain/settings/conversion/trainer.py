@@ -373,9 +373,23 @@ def _set_saves(draft: Draft) -> None:
         set_best(draft)
 
 
+def missing_evaluations(draft: Draft) -> list[str]:
+    """Return the setting without which evaluations are at other epochs than saves, as
+    ``section.key=value``; empty if there is none, or if the user sets one of the two."""
+    saved, evaluated = (
+        draft.run.get(section, {}).get("every_epochs") for section in ("checkpoint", "evaluation")
+    )
+    settings = {"checkpoint.every_epochs", "evaluation.every_epochs"}
+    is_set = settings & draft.given_settings.keys()
+    return [] if saved in (None, evaluated) or is_set else [f"evaluation.every_epochs={saved:g}"]
+
+
 def set_best(draft: Draft) -> None:
     """Set that the best checkpoint is kept, as load_best_model_at_end asks. Shared with Axolotl."""
     draft.set("checkpoint.keep_best", 1)
+    for setting in missing_evaluations(draft):
+        rule = "needs an evaluation at each save, and not at other times"
+        draft.refuse("load_best_model_at_end", rule, f"{setting} after the file")
     draft.notes.append(
         "load_best_model_at_end: the best checkpoint is kept, and the run exports its last "
         "weights; `bigtrain export --best` exports the best"

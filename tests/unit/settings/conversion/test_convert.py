@@ -461,6 +461,36 @@ def test_the_best_checkpoint_has_the_lowest_loss(
     assert text in found[key]
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {**AXOLOTL, "val_set_size": 0.1, "num_epochs": 2},
+        {**CLM, "num_train_epochs": 2},
+    ],
+)
+def test_the_best_checkpoint_needs_an_evaluation_at_each_save(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    keys = {**keys, "load_best_model_at_end": True, "eval_steps": 0.25, "save_steps": 0.5}
+    found = problems(tmp_path, keys)
+    assert list(found) == ["load_best_model_at_end"]
+    assert found["load_best_model_at_end"].endswith("-> evaluation.every_epochs=1 after the file")
+    overrides = ["evaluation.every_epochs=1"]
+    conversion = convert([write(tmp_path, keys)], world_size=4, overrides=overrides)
+    assert conversion.config.checkpoint.keep_best == 1
+
+
+@pytest.mark.parametrize("keys", [{"max_steps": 9}, {"eval_steps": None, "evals_per_epoch": 4}])
+def test_saves_and_evaluations_in_other_units_are_listed(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    shares = {"val_set_size": 0.1, "save_steps": 0.5, "eval_steps": 0.25}
+    steps = {**shares, "save_steps": 100}
+    for each in (shares, steps):
+        text = notes_of(tmp_path, {**AXOLOTL, **each, **keys})
+        assert "load_best_model_at_end is missing" in text
+
+
 def test_evaluations_that_the_file_does_not_name(tmp_path: Path) -> None:
     text = "once, at the end of the run: evaluation.every_epochs=1 evaluates each epoch"
     for sets in ({"val_set_size": 0.1}, {"test_datasets": ["org/test"]}):
