@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 # Texts that YAML 1.1, argparse of HF, or pydantic read as true and false.
@@ -19,8 +19,7 @@ class Values:
 
     has_flags: true and false. words: texts with a meaning. minimum, maximum: of numbers; a minimum
     of None takes no numbers. is_above_minimum: without the minimum itself. whole_from: from this
-    number on only whole ones. types: of str, list, dict, any value. fields: values of a dictionary
-    by key.
+    number on only whole ones. types: of str, list, dict, any value.
     """
 
     has_flags: bool = False
@@ -30,7 +29,6 @@ class Values:
     is_above_minimum: bool = False
     whole_from: float = math.inf
     types: tuple[type, ...] = ()
-    fields: Mapping[str, Values] = field(default_factory=dict)
 
     def read(self, value: Any) -> Any:
         """Return the value as the trainer reads it. Raises ValueError, whose text is the rule, for
@@ -90,11 +88,6 @@ def whole(minimum: float, maximum: float = math.inf) -> Values:
     return Values(minimum=minimum, maximum=maximum, whole_from=-math.inf)
 
 
-def fields(**values: Values) -> Values:
-    """Return dictionaries with these values; other keys have any value."""
-    return Values(types=(dict,), fields=values)
-
-
 FLAG = flag()
 COUNT = whole(1)
 NUMBER = Values(minimum=0)
@@ -103,9 +96,7 @@ SHARE = Values(minimum=0, maximum=1)
 SHARE_OR_COUNT = Values(minimum=0, whole_from=1)
 TEXT = Values(types=(str,))
 TEXTS = Values(types=(str, list))
-FIELDS = fields()
-SCHEDULE_OPTIONS = fields(min_lr=NUMBER, min_lr_rate=SHARE, num_cycles=POSITIVE)
-"""Keywords of schedules of transformers."""
+FIELDS = Values(types=(dict,))
 
 
 def as_number(value: Any) -> Any:
@@ -164,9 +155,7 @@ TRAINER_VALUES: Accepted = [
         "lora_target_modules lora_modules_to_save lora_target_parameters report_to "
         "loss_type dataset_splits dataset_configs",
     ),
-    (SCHEDULE_OPTIONS, "lr_scheduler_kwargs"),
-    (FIELDS, "dataset_mixer"),
-    (fields(datasets=Values(types=(list,))), "dataset_mixture"),
+    (FIELDS, "lr_scheduler_kwargs dataset_mixer dataset_mixture"),
     (Values(types=(str, dict)), "deepspeed"),
 ]
 
@@ -187,6 +176,7 @@ LLAMA_FACTORY_VALUES: Accepted = [
     (Values(words=("nf4", "fp4")), "quantization_type"),
     (Values(words=("auto", "disabled", "sdpa", "fa2", "fa3")), "flash_attn"),
     (TEXT, "stage finetuning_type lora_target additional_target dataset template pref_loss"),
+    (FIELDS, "dataset_info"),
 ]
 
 AXOLOTL_VALUES: Accepted = [
@@ -194,7 +184,8 @@ AXOLOTL_VALUES: Accepted = [
         FLAG,
         "lora_target_linear peft_use_rslora peft_use_dora load_in_4bit load_in_8bit "
         "sample_packing flash_attention sdp_attention eager_attention flex_attention "
-        "xformers_attention reward_model process_reward_model use_tensorboard fp16",
+        "xformers_attention reward_model process_reward_model use_tensorboard fp16 "
+        "load_best_model_at_end greater_is_better",
     ),
     (flag("auto", "full"), "bf16"),
     (flag("auto"), "tf32 torch_compile"),
@@ -223,15 +214,27 @@ AXOLOTL_VALUES: Accepted = [
     (
         TEXT,
         "base_model optimizer lr_scheduler attn_implementation chat_template "
-        "chat_template_jinja wandb_project output_dir adapter rl",
+        "chat_template_jinja wandb_project output_dir adapter rl metric_for_best_model "
+        "eval_strategy",
     ),
     (TEXTS, "lora_target_modules lora_modules_to_save lora_target_parameters"),
     (Values(has_flags=True, types=(str,)), "peft_init_lora_weights"),
-    (SCHEDULE_OPTIONS, "lr_scheduler_kwargs"),
-    (FIELDS, "special_tokens overrides_of_model_config model_config"),
-    (Values(types=(list, dict, str)), "datasets pretraining_dataset"),
+    (FIELDS, "lr_scheduler_kwargs special_tokens overrides_of_model_config model_config"),
+    (Values(types=(list, dict, str)), "datasets pretraining_dataset test_datasets"),
     (Values(types=(str, dict)), "deepspeed"),
 ]
+
+AXOLOTL_DATASET_VALUES: Accepted = [
+    (FLAG, "split_thinking drop_system_message"),
+    (
+        TEXT,
+        "path name split conversation chat_template field field_messages text_column "
+        "message_field_role message_field_content",
+    ),
+    (FIELDS, "message_property_mappings roles"),
+    (Values(types=(str, dict)), "type"),
+]
+"""Of the keys of a dataset."""
 
 MEGATRON_SHARED_VALUES: Accepted = [
     (
@@ -265,17 +268,7 @@ MEGATRON_SHARED_VALUES: Accepted = [
 ]
 
 NEOX_VALUES: Accepted = [
-    (
-        fields(type=TEXT, params=fields(lr=POSITIVE, betas=Values(types=(list,)), eps=NUMBER)),
-        "optimizer",
-    ),
-    (
-        fields(enabled=FLAG, initial_scale_power=whole(0), type=Values(words=("fp16", "bfloat16"))),
-        "fp16",
-    ),
-    (fields(enabled=FLAG), "bf16"),
-    (fields(stage=whole(0, 3)), "zero_optimization"),
-    (fields(grad_accum_dtype=Values(words=("fp32", "bf16", "fp16"))), "data_types"),
+    (FIELDS, "optimizer fp16 bf16 zero_optimization data_types"),
     (Values(words=("fp16", "fp32", "bfloat16")), "precision"),
     (FLAG, "checkpoint_activations bias_gelu_fusion"),
     (

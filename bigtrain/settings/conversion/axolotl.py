@@ -6,9 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.settings.conversion.accepted_values import AXOLOTL_VALUES
+from bigtrain.settings.conversion.accepted_values import (
+    AXOLOTL_DATASET_VALUES,
+    AXOLOTL_VALUES,
+    TEXT,
+)
 from bigtrain.settings.conversion.axolotl_rows import set_rows
 from bigtrain.settings.conversion.common import (
+    SCHEDULE_OPTIONS,
     set_adam,
     set_batch,
     set_dtype,
@@ -31,11 +36,68 @@ from bigtrain.settings.conversion.tables import (
     sets,
     with_values,
 )
-from bigtrain.settings.conversion.trainer import set_adapters
+from bigtrain.settings.conversion.trainer import missing_evaluations, set_adapters, set_best
 
 NAME = "Axolotl"
 _SAME = note("the same results by other kernels; see model.kernels and model.loss")
 _ELSEWHERE = note("is of the program, not of the training")
+_ANSWERS = only((["assistant"], ["gpt"]), "a run learns answers only")
+
+_DATASET: Table = {
+    "path": read("`tokenize --input`"),
+    "name": read("`tokenize --dataset-config`"),
+    "split": read("`tokenize --dataset-split`"),
+    "type": read("`tokenize --format`"),
+    **rows("data_files data_dir", note("name these files in --input of the tokenize line")),
+    "ds_type": note("the ending of a file decides its format: tokenize --read-as"),
+    "preprocess_shards": note("tokenize takes any number of rows"),
+    "streaming": note("shards are read in the order of data.samples"),
+    **rows("shards shards_idx skip", refused("a part of the rows: cut the file")),
+    "revision": refused("tokenize reads the dataset's main branch"),
+    "trust_remote_code": note("code of the hub is never run"),
+    **rows("input_transform input_format", refused("tokenize --filter MODULE:FUNCTION edits rows")),
+    "conversation": read("`tokenize --format`, of type alpaca_chat"),
+    "chat_template": read("`tokenize --chat-template`, of this dataset"),
+    "chat_template_jinja": refused("write its text into a file for tokenize --chat-template"),
+    "field": read("`tokenize --text-key`"),
+    "text_column": read("`tokenize --text-key`"),
+    "field_messages": read("`tokenize --key messages=`"),
+    "message_property_mappings": read(
+        "`tokenize --format`",
+        with_values(
+            rows("role content", read("`tokenize --format`: messages or sharegpt")),
+            [(TEXT, "role content")],
+        ),
+    ),
+    **rows("message_field_role message_field_content", read("`tokenize --format`")),
+    "roles": read("`tokenize --role`"),
+    **rows("field_human field_model field_system", refused("tokenize --key NAME=KEY names keys")),
+    "field_tools": only(("tools",), "tokenize reads the tools of a conversation from this key"),
+    **rows(
+        "field_thinking template_thinking_key",
+        only(("reasoning_content",), "messages are rendered with the keys that they have"),
+    ),
+    "split_thinking": refused("messages are rendered as they are"),
+    **rows(
+        "message_field_training message_field_training_detail",
+        refused("marks of messages do not decide what is learned: tokenize --learn"),
+    ),
+    "roles_to_train": _ANSWERS,
+    **rows(
+        "train_on_eos train_on_eot",
+        only(("turn",), "a run learns the end of each answer that it learns"),
+    ),
+    "drop_system_message": refused("a system message is a part of the rows"),
+    **rows("logprobs_field temperature", refused("distillation is not a kind of objective")),
+    "field_chosen": only(("chosen",), "tokenize --key chosen=KEY names another one"),
+    "field_rejected": only(("rejected",), "tokenize --key rejected=KEY names another one"),
+    **rows(
+        "step_separator max_completion_length train_on_last_step_only",
+        refused("rewards of steps are not a kind of objective"),
+    ),
+}
+_DATASET = with_values(_DATASET, AXOLOTL_DATASET_VALUES)
+"""Keys of a dataset (Axolotl's utils/schemas/datasets.py)."""
 
 TABLE: Table = {
     "base_model": sets("model.path"),
@@ -75,7 +137,7 @@ TABLE: Table = {
     "adam_epsilon": read("`optimizer.eps`"),
     "max_grad_norm": read("`optimizer.clip_norm`"),
     "lr_scheduler": read("`schedule.type`"),
-    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`"),
+    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`", SCHEDULE_OPTIONS),
     "cosine_min_lr_ratio": read("`schedule.min_lr_ratio`"),
     "cosine_constant_lr_ratio": refused("a constant rate at the end is not implemented"),
     "lr_quadratic_warmup": refused("the warm-up is linear"),
@@ -131,14 +193,13 @@ TABLE: Table = {
     ),
     "heads_k_stride": note("of ring attention; results are the same"),
     "ring_attn_func": note("of ring attention; results are the same"),
-    "datasets": read("the `tokenize` lines"),
-    "pretraining_dataset": read("the `tokenize` lines"),
-    "test_datasets": note("tokenize them, and name them in evaluation.held_out"),
+    **rows("datasets pretraining_dataset", read("the `tokenize` lines", _DATASET)),
+    "test_datasets": note("tokenize them, and name them in evaluation.held_out", _DATASET),
     "val_set_size": read("`tokenize --held-out`"),
     "chat_template": read("`tokenize --chat-template`; tokenizer_default: nothing"),
     "chat_template_jinja": read("a file for `tokenize --chat-template`"),
     "train_on_inputs": only((False,), "a run learns answers only"),
-    "roles_to_train": only((["assistant"], ["gpt"]), "a run learns answers only"),
+    "roles_to_train": _ANSWERS,
     "eot_tokens": note("ends of turns are found in the template"),
     "default_system_message": refused("a system message is a part of the rows"),
     "special_tokens": read("only pad_token: padding is never learned"),
@@ -172,7 +233,10 @@ TABLE: Table = {
     "save_total_limit": sets("checkpoint.keep_last"),
     "saves_per_epoch": read("`checkpoint.every_epochs`, 1 divided by it"),
     "evals_per_epoch": read("`evaluation.every_epochs`, 1 divided by it"),
-    **rows("save_strategy eval_strategy", note("the numbers of steps or of an epoch decide it")),
+    "save_strategy": note("the numbers of steps or of an epoch decide it"),
+    "eval_strategy": read("`evaluation.every_epochs`, without a number of steps or of an epoch"),
+    "load_best_model_at_end": read("`checkpoint.keep_best`"),
+    **rows("metric_for_best_model greater_is_better", read("`evaluation.best`")),
     "early_stopping_patience": read("see the line"),
     "loss_watchdog_threshold": note("guard.spike_sigma skips bad steps"),
     "loss_watchdog_patience": note("guard.max_consecutive"),
@@ -329,17 +393,59 @@ def _set_log(draft: Draft) -> None:
         draft.set("logging.project", draft.value("wandb_project"))
     elif draft.value("use_tensorboard"):
         draft.set("logging.trackers", ["tensorboard"])
-    for key, path in (("save_steps", "checkpoint"), ("eval_steps", "evaluation")):
-        set_steps(draft, key, f"{path}.every_steps")
+    for key, section in (("save_steps", "checkpoint"), ("eval_steps", "evaluation")):
+        set_steps(draft, key, section)
     for key, section in (("saves_per_epoch", "checkpoint"), ("evals_per_epoch", "evaluation")):
         if draft.value(key):
             draft.set(f"{section}.every_epochs", 1 / draft.number(key))
     has_epochs = draft.number("max_steps", -1) <= 0
-    if has_epochs and not draft.value("saves_per_epoch") and draft.value("save_steps") is None:
+    if has_epochs and not draft.value("saves_per_epoch") and not draft.value("save_steps"):
         draft.set("checkpoint.every_epochs", 1.0)
+    if not draft.value("save_total_limit") and "checkpoint.keep_last" not in draft.given_settings:
+        draft.notes.append(
+            "save_total_limit is missing: Axolotl keeps the newest 4 checkpoints; here the newest "
+            "2: checkpoint.keep_last=4"
+        )
+    _set_evaluation(draft)
     if draft.value("early_stopping_patience"):
         draft.notes.append(
             "early_stopping_patience: evaluation.early_stopping.patience, with every_steps"
+        )
+
+
+def _set_evaluation(draft: Draft) -> None:
+    """Set evaluations by eval_strategy, and the best checkpoint; list where Axolotl's defaults
+    differ (core/builders/base.py and causal.py; utils/config/, `normalize_config`)."""
+    has_shares, has_sets = draft.number("val_set_size", 0) > 0, bool(draft.value("test_datasets"))
+    has_numbers = draft.value("eval_steps") or draft.value("evals_per_epoch")
+    if draft.value("eval_strategy") == "epoch" and not has_numbers:
+        draft.set("evaluation.every_epochs", 1.0)
+    elif not has_numbers and (has_shares or has_sets):
+        draft.notes.append(
+            "eval_steps and evals_per_epoch are missing: older versions of Axolotl then evaluate "
+            "each epoch, newer ones never; here once, at the end of the run: "
+            "evaluation.every_epochs=1 evaluates each epoch"
+        )
+    # Axolotl loads the best model by itself where each save follows an evaluation.
+    periods = []
+    for key, rate in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        share = 1 / (draft.number(rate) * draft.number("num_epochs", 1)) if draft.value(rate) else 1
+        periods.append(share if share < 1 else draft.number(key, 0))
+    save, evaluation = periods
+    is_loaded = has_shares != has_sets and save and evaluation and save % evaluation == 0
+    wanted = draft.value("load_best_model_at_end")
+    if is_loaded and (wanted or draft.value("early_stopping_patience")):
+        set_best(draft)
+    elif is_loaded and wanted is None and not draft.value("rl"):
+        settings = " ".join(("checkpoint.keep_best=1", *missing_evaluations(draft)))
+        draft.notes.append(
+            "load_best_model_at_end is missing: Axolotl then ends with the weights of the best "
+            f"checkpoint; here with the last: {settings} and `bigtrain export --best`"
+        )
+    elif wanted and not is_loaded:
+        draft.notes.append(
+            "load_best_model_at_end = True: Axolotl does so only with val_set_size or "
+            "test_datasets, and save_steps that are a multiple of eval_steps, so not here"
         )
 
 
@@ -353,6 +459,17 @@ def _set_objective(draft: Draft) -> None:
         beta = draft.number("rl_beta", draft.number("dpo_beta", draft.number("orpo_alpha", 0.1)))
         weights = ("kto_desirable_weight", "kto_undesirable_weight")
         set_objective(draft, METHODS[name], beta, weights)
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a file in which datasets are a list of dictionaries: a dataset may be its
+    path, or a dictionary without a list."""
+    keys = dict(tree)
+    for key in ("datasets", "pretraining_dataset", "test_datasets"):
+        datasets = [keys[key]] if isinstance(keys.get(key), (str, Mapping)) else keys.get(key)
+        if isinstance(datasets, list):
+            keys[key] = [{"path": item} if isinstance(item, str) else item for item in datasets]
+    return keys
 
 
 def is_axolotl(keys: Mapping[str, Any]) -> bool:

@@ -53,6 +53,18 @@ def set_rows(draft: Draft) -> None:
     if not pairs:
         packs = bool(draft.value("sample_packing"))
         set_packing(draft, packs=packs, length="sequence_len")
+        micro_batch_size = draft.number("micro_batch_size", 1)
+        is_flat = any(
+            draft.value(key) for key in ("flash_attention", "flex_attention", "xformers_attention")
+        )
+        is_flat = is_flat or str(draft.value("attn_implementation")).startswith("fl")
+        if packs and is_flat and micro_batch_size > 1:
+            length = draft.run["batch"]["sequence_length"]
+            draft.notes.append(
+                f"sample_packing: Axolotl packs rows into {micro_batch_size * length} tokens "
+                f"(micro_batch_size x sequence_len), a run into {length}, so that the number of "
+                "steps may differ by some percent"
+            )
         is_joined = bool(draft.value("pretraining_dataset")) and not packs
         if is_joined and "sample_packing" not in draft.omitted:
             rule = "without it rows of pretraining_dataset share samples, and see each other"
@@ -65,12 +77,11 @@ def set_rows(draft: Draft) -> None:
             "special_tokens",
             "changes the tokenizer's control tokens: set them in the tokenizer's directory",
         )
-    _check_template(draft)
+    if draft.value("chat_template_jinja"):
+        draft.notes.append("chat_template_jinja: write its text into template.jinja")
     # Options that every dataset gets.
     held_out = draft.number("val_set_size", 0)
     options = []
-    if draft.value("chat_template") in _TEMPLATES:
-        options += ["--chat-template", _TEMPLATES[draft.value("chat_template")]]
     if 0 < held_out < 1:
         options += ["--held-out", str(held_out)]
     elif held_out >= 1:
@@ -78,31 +89,38 @@ def set_rows(draft: Draft) -> None:
     # One command for each dataset.
     key = "pretraining_dataset" if draft.value("pretraining_dataset") else "datasets"
     datasets = draft.value(key, [])
-    datasets = [datasets] if isinstance(datasets, (str, Mapping)) else list(datasets)
     if not datasets and "data.path" not in draft.given_settings:
         draft.refuse(key, "is missing", f"{key} in the file, or data.path=SHARDS after the file")
     outputs = [f"shards-{number}/" for number in range(len(datasets))]
     outputs = ["shards/"] if len(datasets) == 1 else outputs
     commands = []
-    for number, (dataset, output) in enumerate(zip(datasets, outputs, strict=True)):
-        entry = dataset if isinstance(dataset, Mapping) else {"path": dataset}
+    template_options = _template_options(draft, "chat_template", draft.value("chat_template"))
+    for number, (entry, output) in enumerate(zip(datasets, outputs, strict=True)):
         path = str(entry.get("path", "DATA"))
         row_options = _row_options(draft, f"{key}.{number}", entry, is_text=key != "datasets")
+        if entry.get("chat_template"):
+            template_key = f"{key}.{number}.chat_template"
+            row_options += _template_options(draft, template_key, entry["chat_template"])
+        else:
+            row_options += template_options
         tokenizer = str(draft.value("base_model", "TOKENIZER"))
         commands.append(tokenize_command(path, tokenizer, [*row_options, *options], output))
     set_data(draft, commands, outputs)
 
 
-def _check_template(draft: Draft) -> None:
-    template = draft.value("chat_template")
-    if draft.value("chat_template_jinja"):
-        draft.notes.append("chat_template_jinja: write its text into template.jinja")
-    elif template not in (None, "tokenizer_default", *_TEMPLATES):
+def _template_options(draft: Draft, key: str, template: object) -> list[str]:
+    """Return the options of `tokenize` for a chat template; a problem for one that bigtrain
+    does not have. key: of the template in problems."""
+    if template in _TEMPLATES:
+        return ["--chat-template", _TEMPLATES[str(template)]]
+    is_known = template in (None, "tokenizer_default") or draft.value("chat_template_jinja")
+    if not is_known:
         draft.refuse(
-            "chat_template",
+            key,
             "is a template of Axolotl's own, and a run takes the tokenizer's, or a file",
-            "--omit chat_template takes the tokenizer's; or tokenize --chat-template FILE",
+            f"--omit {key} takes the tokenizer's; or tokenize --chat-template FILE",
         )
+    return []
 
 
 def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: bool) -> list[str]:
@@ -113,14 +131,19 @@ def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: b
         options += ["--dataset-config", str(entry["name"])]
     if entry.get("split") not in (None, "train"):
         options += ["--dataset-split", str(entry["split"])]
-    row_type = entry.get("type")
+    row_type = draft.value_in_file(f"{key}.type")
     if is_text or row_type in ("completion", "pretrain"):
         field = entry.get("field") or entry.get("text_column") or "text"
         return [*options, "--text-key", str(field)]
     if isinstance(row_type, str) and row_type.split(".")[0] == "chat_template":
-        return (
-            options if "objective" in draft.run else [*options, *_chat_options(draft, key, entry)]
-        )
+        if "objective" not in draft.run:
+            return [*options, *_chat_options(draft, key, entry)]
+        names = "field_messages message_field_role message_field_content message_property_mappings"
+        for name in (*names.split(), "roles"):
+            if entry.get(name):
+                rule = "renames parts of a row, for which `tokenize` has --key and --role"
+                draft.refuse(f"{key}.{name}", rule)
+        return options
     is_omitted = f"{key}.type" in draft.omitted
     prompt_options = None if is_omitted else _prompt_options(entry)
     if prompt_options is not None:
@@ -174,9 +197,13 @@ def _chat_options(draft: Draft, key: str, entry: Mapping[str, Any]) -> list[str]
     names = entry.get("message_property_mappings") or {}
     role = names.get("role", entry.get("message_field_role", "role"))
     content = names.get("content", entry.get("message_field_content", "content"))
+    roles = []
+    for target, sources in (entry.get("roles") or {}).items():
+        for source in sources if isinstance(sources, list) else [sources]:
+            roles += [] if source == target else ["--role", f"{source}={target}"]
     if (role, content) == ("from", "value"):
         conversations = [] if field == "conversations" else ["--key", f"conversations={field}"]
-        return ["--format", "sharegpt", *conversations]
+        return ["--format", "sharegpt", *conversations, *roles]
     if (role, content) != ("role", "content"):
         draft.refuse(
             f"{key}.message_property_mappings",
@@ -184,8 +211,5 @@ def _chat_options(draft: Draft, key: str, entry: Mapping[str, Any]) -> list[str]
             "value",
             "rename them in the data",
         )
-    return [
-        "--format",
-        "messages",
-        *([] if field == "messages" else ["--key", f"messages={field}"]),
-    ]
+    messages = [] if field == "messages" else ["--key", f"messages={field}"]
+    return ["--format", "messages", *messages, *roles]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import Problem
-from bigtrain.settings.conversion.accepted_values import Values
+from bigtrain.settings.conversion.accepted_values import NUMBER, POSITIVE, SHARE
 from bigtrain.settings.conversion.draft import Draft, is_unset
-from bigtrain.settings.conversion.tables import Table
+from bigtrain.settings.conversion.tables import KeyRow, Table, read, with_values
 
 # Names of optimizers of HF Trainer that are one of bigtrain's, with the same update. Not torchao's
 # adamw_torch_8bit, whose blocks are other ones, nor adamw_anyprecision with its bfloat16 moments.
@@ -21,36 +21,56 @@ OPTIMIZERS = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
     **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), "lion"),
 }
+SCHEDULE_OPTIONS = with_values(
+    {
+        "min_lr": read("`schedule.min_lr_ratio`"),
+        "min_lr_rate": read("`schedule.min_lr_ratio`"),
+        "num_cycles": read("`schedule.cycles`"),
+    },
+    [(NUMBER, "min_lr"), (SHARE, "min_lr_rate"), (POSITIVE, "num_cycles")],
+)
+"""Keywords of schedules of transformers."""
 
 
 def read_values(draft: Draft, table: Table) -> None:
     """Replace the values of the file by the values that the trainer reads. A value that the trainer
     does not take is a problem, never a guess; a legal value takes its place, so that the
     problems of other keys are found, too."""
-    for key, value in draft.keys.items():
-        accepted = table[key].accepted if key in table else None
-        if accepted is not None and value is not None and key not in draft.omitted:
-            draft.keys[key] = _read_value(draft, key, value, accepted)
+    draft.keys = read_members(draft, "", draft.keys, table)
 
 
-def _read_value(draft: Draft, path: str, value: Any, accepted: Values) -> Any:
+def read_members(draft: Draft, prefix: str, keys: Mapping[str, Any], table: Table) -> Any:
+    """Return the keys of a dictionary with their values. prefix: before the names of the keys."""
+    return {
+        name: value
+        if value is None or name not in table or f"{prefix}{name}" in draft.omitted
+        else _read_value(draft, f"{prefix}{name}", value, table[name])
+        for name, value in keys.items()
+    }
+
+
+def _read_value(draft: Draft, path: str, value: Any, row: KeyRow) -> Any:
     """Return the value at `path`, a key or a key within the dictionary of a key."""
     try:
-        value = accepted.read(value)
+        value = value if row.accepted is None else row.accepted.read(value)
+        if row.members and isinstance(value, list):
+            for entry in value:
+                if not isinstance(entry, Mapping):
+                    raise ValueError(f"must hold keys and values in each entry, not {entry!r}")
     except ValueError as error:
         draft.problems.append(
             Problem(path, value, f"{error}, as in {draft.trainer}", "correct it in the file")
         )
-        draft.unreadable.add(path.partition(".")[0])
-        return accepted.example
-    if not accepted.fields:
-        return value
-    members = {
-        name: _read_value(draft, f"{path}.{name}", value[name], values)
-        for name, values in accepted.fields.items()
-        if value.get(name) is not None
-    }
-    return {**value, **members}
+        draft.unreadable.add(path)
+        return None if row.accepted is None else row.accepted.example
+    if row.members and isinstance(value, Mapping):
+        return read_members(draft, f"{path}.", value, row.members)
+    if row.members and isinstance(value, list):
+        return [
+            read_members(draft, f"{path}.{number}.", entry, row.members)
+            for number, entry in enumerate(value)
+        ]
+    return value
 
 
 def set_optimizer(draft: Draft, key: str, default: str) -> None:
@@ -75,7 +95,8 @@ def set_adam(draft: Draft, betas: Sequence[str], eps: str) -> None:
 def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any]) -> None:
     """Set the schedule from the name of HF Trainer under `key`. options: keywords of the schedule
     (lr_scheduler_kwargs)."""
-    name, options = draft.value(key, default), dict(options)
+    name = draft.value(key, default)
+    options = {option: options[option] for option in options if option in SCHEDULE_OPTIONS}
     floor = {"min_lr_ratio": 0.0}
     known: dict[str, dict[str, Any]] = {
         "linear": {"type": "linear", **floor},
@@ -197,14 +218,19 @@ def set_trackers(draft: Draft, names: object) -> None:
             draft.notes.append(f"report_to = {name!r}: is not one of bigtrain's trackers")
 
 
-def set_steps(draft: Draft, key: str, path: str) -> None:
-    """Set a number of steps between saves or evaluations; list a share of the run."""
+def set_steps(draft: Draft, key: str, section: str) -> None:
+    """Set a number of steps between saves or evaluations, `section` of the run. A share of the run
+    is a number of epochs; it is listed if the run has a number of steps."""
     every = draft.number(key)
-    if every is None:
+    if not every:
         return
+    epochs = draft.run["train"].get("epochs")
     if every >= 1:
-        draft.set(path, int(every))
+        draft.set(f"{section}.every_steps", int(every))
+    elif epochs:
+        draft.set(f"{section}.every_epochs", round(every * epochs, 9))
     else:
+        path = f"{section}.every_steps"
         draft.notes.append(f"{key} = {every}: a share of the run has no counterpart -> {path}=N")
 
 

@@ -29,27 +29,26 @@ from bigtrain.system.text_files import TextFileError, read_text
 
 @dataclass(frozen=True)
 class Trainer:
-    """Another trainer: its table of keys, the test of a file, the meaning of several keys, the
-    inputs of datasets that further files next to the file name, and the defaults of keys that a
-    file need not have."""
+    """Another trainer: its table of keys, the test of a file, the meaning of several keys, the keys
+    that further files next to the file have, and the defaults of keys that a file need not have."""
 
     name: str
     table: Table
     owns: Callable[[Mapping[str, Any]], bool]
     fill: Callable[[Draft, str | None], None]
     flat: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    inputs: Callable[[Mapping[str, Any], Path], Mapping[str, str]] = lambda keys, folder: {}
+    beside: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = lambda keys, folder: {}
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 TRAINERS: Mapping[str, Trainer] = {
-    "axolotl": Trainer(axolotl.NAME, axolotl.TABLE, axolotl.is_axolotl, axolotl.fill),
+    "axolotl": Trainer(axolotl.NAME, axolotl.TABLE, axolotl.is_axolotl, axolotl.fill, axolotl.flat),
     "llama-factory": Trainer(
         llama_factory.NAME,
         llama_factory.TABLE,
         llama_factory.is_llama_factory,
         llama_factory.fill,
-        inputs=llama_factory.dataset_inputs,
+        beside=llama_factory.dataset_info,
     ),
     "gpt-neox": Trainer(
         megatron_keys.NEOX_NAME,
@@ -122,6 +121,7 @@ def convert(
         tree.update(read_tree(file))
     source = find_trainer(tree, label, trainer_name)
     keys = source.flat(tree)
+    keys.update(source.beside(keys, files[0].parent))
     given_settings = {}
     for override in overrides:
         path, _, text = override.partition("=")
@@ -133,12 +133,11 @@ def convert(
         world_size,
         source.defaults,
         given_settings,
-        source.inputs(keys, files[0].parent),
     )
     draft.problems += [
         Problem(f"--omit {key}", None, "the file has no such key", "a key of the file")
         for key in omitted
-        if key.partition(".")[0] not in keys and key not in source.table
+        if not _has_key(draft, key, source.table)
     ]
     # The values, the rows of the table, then the meaning of several keys together.
     read_values(draft, source.table)
@@ -156,6 +155,17 @@ def convert(
     except ConfigError as error:
         raise ConfigError(_by_keys_of_file(error.problems, draft, source.table), label) from error
     return Conversion(source.name, draft.run, config, draft.commands, draft.notes)
+
+
+def _has_key(draft: Draft, path: str, table: Table) -> bool:
+    """Return whether a key can be omitted: one that the file has, or that the table has for the
+    same place of the file. path: dotted, such as datasets.0.type."""
+    parent, _, name = path.rpartition(".")
+    keys = draft.value_in_file(parent) if parent else draft.keys
+    for parent_name in parent.split(".") if parent else ():
+        if not parent_name.isdecimal():
+            table = table[parent_name].members if parent_name in table else {}
+    return isinstance(keys, Mapping) and (name in keys or name in table)
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from bigtrain.errors import Problem
 from bigtrain.settings.conversion.accepted_values import as_number
-from bigtrain.settings.conversion.tables import Table
+from bigtrain.settings.conversion.tables import KeyRow, Table
 
 OMIT = "--omit {} accepts a run without it"
-MISSPELT = 0.85
+MISSPELT = 0.8
 """Similarity, of difflib, from which a key that a trainer does not have is taken for a misspelling
 of one that it has."""
 
@@ -33,8 +33,7 @@ class Draft:
 
     keys: of the other trainer's file. omitted: keys that the user does without. world_size: ranks;
     None if it was not given. defaults: of keys, in the other trainer. given_settings: texts of the
-    settings of the run that the user sets, by dotted key. dataset_inputs: what ``tokenize --input``
-    reads of a dataset, by the name that the file has for it. run: sections of the run. commands:
+    settings of the run that the user sets, by dotted key. run: sections of the run. commands:
     that make the data. notes: lines on keys without counterpart, and on differences. problems: what
     changes the mathematics and has no counterpart, or is not known. unreadable: keys without a
     known value, since the file misspells the key or the value, each with a problem.
@@ -47,7 +46,6 @@ class Draft:
     world_size: int | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     given_settings: Mapping[str, str] = field(default_factory=dict)
-    dataset_inputs: Mapping[str, str] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -58,8 +56,34 @@ class Draft:
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value of a key of the file. Where it is absent, null or omitted: the other
         trainer's default, or `default`."""
-        value = None if key in self.omitted else self.keys.get(key)
+        value = None if key in self.omitted else self._without_omitted(key, self.keys.get(key))
         return self.defaults.get(key, default) if value is None else value
+
+    def _without_omitted(self, path: str, value: Any) -> Any:
+        """Return the value at `path` without the keys within it that the user omits."""
+        if isinstance(value, Mapping):
+            return {
+                name: self._without_omitted(f"{path}.{name}", member)
+                for name, member in value.items()
+                if f"{path}.{name}" not in self.omitted
+            }
+        if isinstance(value, list):
+            return [
+                self._without_omitted(f"{path}.{number}", entry)
+                for number, entry in enumerate(value)
+            ]
+        return value
+
+    def value_in_file(self, path: str) -> Any:
+        """Return the value at a dotted path of the file (datasets.0.type), even of a key that is
+        omitted; None where there is none."""
+        value: Any = self.keys
+        for name in path.split("."):
+            if isinstance(value, list):
+                value = dict(enumerate(value)).get(int(name)) if name.isdecimal() else None
+            else:
+                value = value.get(name) if isinstance(value, Mapping) else None
+        return value
 
     def set(self, path: str, value: Any) -> None:
         """Set a setting of the run, by its dotted key."""
@@ -71,9 +95,10 @@ class Draft:
 
     def refuse(self, key: str, rule: str, fix: str = "") -> None:
         """Add the problem of a key of the file, unless its value is a problem already."""
-        if key.partition(".")[0] in self.unreadable:
-            return
-        self.problems.append(Problem(key, self.keys.get(key), rule, fix or OMIT.format(key)))
+        for path in self.unreadable:
+            if f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}."):
+                return
+        self.problems.append(Problem(key, self.value_in_file(key), rule, fix or OMIT.format(key)))
 
     def required_number(self, key: str, path: str, alternative: str = "") -> Any:
         """Return the number of a key that is a setting of the run, by the dotted key `path`: the
@@ -111,27 +136,38 @@ class Draft:
 
     def apply(self, table: Table) -> None:
         """Go through the keys of the file by a table; a key that it does not have is a problem."""
-        for key, value in self.keys.items():
+        self.apply_members("", self.keys, table)
+
+    def apply_members(self, prefix: str, keys: Mapping[str, Any], table: Table) -> None:
+        """Go through the keys of a dictionary. prefix: before the names of the keys."""
+        for name, value in keys.items():
+            key = f"{prefix}{name}"
             if key in self.omitted:
                 self.notes.append(f"{key} = {value!r}: omitted, as --omit asks")
-            elif key not in table:
+            elif name not in table:
                 if not is_unset(value):
-                    self._refuse_unknown(key, table)
+                    self._refuse_unknown(
+                        prefix, str(name), {key: table[key] for key in table if key not in keys}
+                    )
             else:
-                self._apply_row(key, value, table)
+                self._apply_row(key, self._without_omitted(key, value), table[name])
+                for path, entry in _dictionaries(key, value) if table[name].members else ():
+                    self.apply_members(f"{path}.", entry, table[name].members)
 
-    def _refuse_unknown(self, key: str, table: Table) -> None:
-        """Refuse a key that the table does not have. A key similar to a key of the table is taken
-        for a misspelling: then the value of the similar key is not missing."""
-        fix = OMIT.format(key)
-        candidates = [name for name in table if name not in self.keys]
-        if similar := difflib.get_close_matches(key, candidates, n=1, cutoff=MISSPELT):
+    def _refuse_unknown(self, prefix: str, name: str, candidates: Table) -> None:
+        """Refuse a key that the table does not have. A key similar to one of the `candidates` is
+        taken for a misspelling: then the value of the similar key is not missing. Keys that change
+        the run come first: lora_rank of Axolotl is lora_r, not local_rank."""
+        fix = OMIT.format(f"{prefix}{name}")
+        effective = [key for key, row in candidates.items() if row.kind != "note"]
+        similar = difflib.get_close_matches(name, effective, n=1, cutoff=MISSPELT)
+        similar = similar or difflib.get_close_matches(name, candidates, n=1, cutoff=MISSPELT)
+        if similar:
             fix = f"did you mean {similar[0]}? Otherwise {fix}"
-        self.refuse(key, f"is not a key of {self.trainer} that bigtrain knows", fix)
-        self.unreadable.update(similar)
+        self.refuse(f"{prefix}{name}", f"is not a key of {self.trainer} that bigtrain knows", fix)
+        self.unreadable.update(f"{prefix}{key}" for key in similar)
 
-    def _apply_row(self, key: str, value: Any, table: Table) -> None:
-        row = table[key]
+    def _apply_row(self, key: str, value: Any, row: KeyRow) -> None:
         if value is None or row.kind == "read":
             return
         if row.kind == "sets":
@@ -148,3 +184,12 @@ class Draft:
         elif row.kind == "note" and not is_unset(value):
             shown = repr(value)
             self.notes.append(f"{key} = {shown[:60]}: {row.text}")
+
+
+def _dictionaries(path: str, value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a dictionary, or each one of a list, with its dotted path."""
+    if isinstance(value, Mapping):
+        yield path, value
+    for number, entry in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(entry, Mapping):
+            yield f"{path}.{number}", entry

@@ -9,8 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bigtrain.settings.conversion.accepted_values import LLAMA_FACTORY_VALUES
-from bigtrain.settings.conversion.common import model_name, set_data, set_packing, tokenize_command
+from bigtrain.settings.conversion.accepted_values import (
+    COUNT,
+    FLAG,
+    LLAMA_FACTORY_VALUES,
+    TEXT,
+    Values,
+)
+from bigtrain.settings.conversion.common import (
+    model_name,
+    read_members,
+    set_data,
+    set_packing,
+    tokenize_command,
+)
 from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.methods import METHODS, set_objective
 from bigtrain.settings.conversion.tables import (
@@ -28,6 +40,46 @@ from bigtrain.settings.conversion.trainer import set_adapters, set_training
 
 NAME = "LLaMA-Factory"
 _OTHER_METHOD = refused("this method of fine-tuning is not implemented")
+
+_RECORD: Table = {
+    **rows("file_name hf_hub_url", read("`tokenize --input`")),
+    **rows("ms_hub_url om_hub_url", note("tokenize reads files, and datasets of Hugging Face")),
+    "cloud_file_name": note("name it in --input of the tokenize line"),
+    "script_url": refused("code of the hub is never run"),
+    "subset": read("`tokenize --dataset-config`"),
+    "split": read("`tokenize --dataset-split`"),
+    **rows("folder data_dir", refused("a part of the dataset: name its files in --input")),
+    "revision": refused("tokenize reads the dataset's main branch"),
+    "num_samples": refused("draws rows; tokenize --max-samples takes the first ones"),
+    "formatting": read("found by `tokenize`, whose --format names it"),
+    "ranking": read("`objective`: its kind decides what rows have"),
+    "columns": note(
+        "names in the data: --key NAME=COLUMN of the tokenize line",
+        rows(
+            "prompt query response history messages system tools chosen rejected kto_tag images "
+            "videos audios",
+            read("`tokenize --key`"),
+        ),
+    ),
+    "tags": note(
+        "names in the data: --key from=TAG, --key value=TAG, --role NAME=ROLE of the tokenize line",
+        rows(
+            "role_tag content_tag user_tag assistant_tag observation_tag function_tag system_tag",
+            read("`tokenize --key`, `tokenize --role`"),
+        ),
+    ),
+}
+_RECORD = with_values(
+    _RECORD,
+    [
+        (TEXT, "file_name hf_hub_url subset split"),
+        (FLAG, "ranking"),
+        (COUNT, "num_samples"),
+        (Values(words=("alpaca", "sharegpt", "openai")), "formatting"),
+        (Values(types=(dict,)), "columns tags"),
+    ],
+)
+"""Keys of a dataset in dataset_info.json (LLaMA-Factory's data/parser.py)."""
 
 TABLE: Table = {
     **TRAINER_TABLE,
@@ -67,6 +119,10 @@ TABLE: Table = {
     "ref_model": refused("the reference is the model that the run starts from"),
     "dataset": read("the `tokenize` lines: names of data/dataset_info.json"),
     "dataset_dir": note("dataset_info.json there has the files of the datasets"),
+    "dataset_info": read(
+        "the `tokenize` lines: dataset_info.json, of whose datasets these keys are known: "
+        + ", ".join(sorted(_RECORD))
+    ),
     "eval_dataset": note("tokenize it, and name it in evaluation.held_out"),
     "val_size": read("`tokenize --held-out`"),
     "template": read("`tokenize --chat-template`"),
@@ -224,16 +280,22 @@ def _set_rows(draft: Draft, stage: str) -> None:
     names = [name.strip() for name in str(draft.value("dataset", "DATA")).split(",")]
     outputs = ["shards/"] if len(names) == 1 else [f"shards-{name}/" for name in names]
     tokenizer = model_name(draft)
-    inputs = [draft.dataset_inputs.get(name, f"FILE_OF_{name}") for name in names]
-    commands = [
-        tokenize_command(source, tokenizer, options, output)
-        for source, output in zip(inputs, outputs, strict=True)
-    ]
+    commands = []
+    are_found = True
+    for name, output in zip(names, outputs, strict=True):
+        record = _read_record(draft, name)
+        source = record.get("file_name") or record.get("hf_hub_url")
+        are_found = are_found and source is not None
+        parts = ["--dataset-config", record["subset"]] if record.get("subset") else []
+        if record.get("split", "train") != "train":
+            parts += ["--dataset-split", record["split"]]
+        source = source or f"FILE_OF_{name}"
+        commands.append(tokenize_command(source, tokenizer, [*parts, *options], output))
     folder = draft.value("dataset_dir", "data")
     draft.notes.append(
         f"dataset: columns that {folder}/dataset_info.json renames are --key NAME=COLUMN"
     )
-    if not {*names} <= draft.dataset_inputs.keys():
+    if not are_found:
         draft.notes.append(
             f"dataset: {folder}/dataset_info.json, which is not here, has the file, or the Hub's "
             "name, of each FILE_OF_..."
@@ -269,24 +331,32 @@ def _row_options(draft: Draft, stage: str) -> list[str]:
     return options
 
 
-def dataset_inputs(keys: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Return the file or the Hub's name of each dataset of ``dataset_dir``/dataset_info.json, which
-    is relative to the current directory, or to the `folder` of the YAML; empty without it."""
+def _read_record(draft: Draft, name: str) -> dict[str, Any]:
+    """Return what dataset_info.json has of a dataset, empty without it; list or refuse other
+    keys."""
+    records = draft.value("dataset_info", {})
+    path = f"dataset_info.{name}"
+    record = read_members(draft, f"{path}.", records.get(name, {}), _RECORD)
+    draft.apply_members(f"{path}.", draft.keys.get("dataset_info", {}).get(name, {}), _RECORD)
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def dataset_info(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the key dataset_info: what ``dataset_dir``/dataset_info.json has of each dataset, with
+    the path of its file. The directory is relative to the current one, or to the `folder` of the
+    YAML; without dataset_info.json there is no key."""
     directory = Path(str(keys.get("dataset_dir", "data")))
     for parent in (directory, folder / directory):
         try:
             records = json.loads((parent / "dataset_info.json").read_bytes())
         except (OSError, ValueError):
             continue
-        inputs = {}
         rows = records.items() if isinstance(records, dict) else []
-        named = {name: record for name, record in rows if isinstance(record, dict)}
-        for name, record in named.items():
+        info = {name: dict(record) for name, record in rows if isinstance(record, dict)}
+        for record in info.values():
             if isinstance(record.get("file_name"), str):
-                inputs[name] = str(parent / record["file_name"])
-            elif isinstance(record.get("hf_hub_url"), str):
-                inputs[name] = record["hf_hub_url"]
-        return inputs
+                record["file_name"] = str(parent / record["file_name"])
+        return {"dataset_info": info}
     return {}
 
 

@@ -6,9 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigtrain.settings.conversion.accepted_values import (
+    FIELDS,
+    FLAG,
     MEGATRON_SHARED_VALUES,
     MEGATRON_VALUES,
     NEOX_VALUES,
+    NUMBER,
+    POSITIVE,
+    TEXT,
+    Values,
+    whole,
 )
 from bigtrain.settings.conversion.tables import (
     Table,
@@ -102,9 +109,59 @@ _SHARED: Table = {
 
 _SHARED = with_values(_SHARED, MEGATRON_SHARED_VALUES)
 
+_OPTIMIZER_PARAMS = with_values(
+    {
+        "lr": read("`optimizer.lr`"),
+        "betas": read("`optimizer.betas`"),
+        "eps": read("`optimizer.eps`"),
+    },
+    [(POSITIVE, "lr"), (Values(types=(list,)), "betas"), (NUMBER, "eps")],
+)
+_OPTIMIZER = with_values(
+    {"type": read("`optimizer.type`"), "params": read("`optimizer`", _OPTIMIZER_PARAMS)},
+    [(TEXT, "type"), (FIELDS, "params")],
+)
+_HALF = with_values(
+    {
+        **rows("enabled type", read("`precision.dtype`")),
+        "initial_scale_power": read("`precision.initial_loss_scale_power`"),
+        **rows(
+            "fp16 bf16 auto_cast loss_scale loss_scale_window hysteresis min_loss_scale "
+            "consecutive_hysteresis",
+            read("how the loss is scaled is the engine's"),
+        ),
+    },
+    [
+        (FLAG, "enabled"),
+        (whole(0), "initial_scale_power"),
+        (Values(words=("fp16", "bfloat16")), "type"),
+    ],
+)
+_ZERO = with_values(
+    {
+        "stage": read("`engine.deepspeed_config`"),
+        **rows(
+            "allgather_partitions allgather_bucket_size overlap_comm reduce_scatter "
+            "reduce_bucket_size contiguous_gradients cpu_offload load_from_fp32_weights "
+            "round_robin_gradients sub_group_size offload_param offload_optimizer "
+            "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size "
+            "stage3_param_persistence_threshold stage3_gather_16bit_weights_on_model_save "
+            "elastic_checkpoint ignore_unused_parameters",
+            read("the stage's JSON has its own"),
+        ),
+    },
+    [(whole(0, 3), "stage")],
+)
+_DATA_TYPES = with_values(
+    {"grad_accum_dtype": read("`precision.gradient_dtype`")},
+    [(Values(words=("fp32", "bf16", "fp16")), "grad_accum_dtype")],
+)
+
 NEOX_TABLE: Table = {
     **_SHARED,
-    "optimizer": read("`optimizer.type` (Adam is AdamW there), `optimizer.lr`, betas, eps"),
+    "optimizer": read(
+        "`optimizer.type` (Adam is AdamW there), `optimizer.lr`, betas, eps", _OPTIMIZER
+    ),
     "gradient_clipping": read("`optimizer.clip_norm`"),
     "warmup": read("`schedule.warmup_ratio`"),
     "train_batch_size": read("`batch.global_batch_size`"),
@@ -112,9 +169,10 @@ NEOX_TABLE: Table = {
     "gradient_accumulation_steps": read("`batch.global_batch_size`"),
     "model_parallel_size": read("`parallel.tensor`"),
     "pipe_parallel_size": read("`parallel.pipeline`; 0 and 1 are one stage"),
-    "zero_optimization": read("`engine.deepspeed_config`: the stage's JSON"),
-    **rows("fp16 bf16 precision", read("`precision.dtype`")),
-    "data_types": read("`precision.gradient_dtype`"),
+    "zero_optimization": read("`engine.deepspeed_config`: the stage's JSON", _ZERO),
+    **rows("fp16 bf16", read("`precision.dtype`", _HALF)),
+    "precision": read("`precision.dtype`"),
+    "data_types": read("`precision.gradient_dtype`", _DATA_TYPES),
     "checkpoint_activations": read("`model.gradient_checkpointing`"),
     "checkpoint_factor": sets("checkpoint.every_steps"),
     "keep_last_n_checkpoints": sets("checkpoint.keep_last"),

@@ -19,7 +19,8 @@ class KeyRow:
     other keys, as `text` says; ``note``: no counterpart, and the mathematics is the same without;
     ``only``: `allowed` values need no setting, any other one changes the mathematics; ``refused``:
     any value but null, false, 0 and an empty one changes the mathematics. accepted: values that the
-    trainer takes, of keys whose values are read.
+    trainer takes, of keys whose values are read. members: rows of the keys within a dictionary, or
+    within each dictionary of a list; without them any key is within it.
     """
 
     kind: RowKind
@@ -28,6 +29,7 @@ class KeyRow:
     values: Mapping[Any, Any] = field(default_factory=dict)
     allowed: tuple[Any, ...] = ()
     accepted: Values | None = None
+    members: Table = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return the cell of the row in the table of docs/reference/convert.md."""
@@ -50,14 +52,14 @@ def sets(path: str, values: Mapping[Any, Any] | None = None) -> KeyRow:
     return KeyRow("sets", path=path, values=values or {})
 
 
-def read(text: str) -> KeyRow:
+def read(text: str, members: Table | None = None) -> KeyRow:
     """Return the row of a key that decides settings together with other keys."""
-    return KeyRow("read", text)
+    return KeyRow("read", text, members=members or {})
 
 
-def note(text: str) -> KeyRow:
+def note(text: str, members: Table | None = None) -> KeyRow:
     """Return the row of a key without counterpart, which does not change the mathematics."""
-    return KeyRow("note", text)
+    return KeyRow("note", text, members=members or {})
 
 
 def only(allowed: tuple[Any, ...], text: str) -> KeyRow:

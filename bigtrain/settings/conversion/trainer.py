@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from bigtrain.objectives.preference import PairLoss
-from bigtrain.settings.conversion.accepted_values import TRAINER_VALUES
+from bigtrain.settings.conversion.accepted_values import NUMBER, TEXT, TRAINER_VALUES, Values
 from bigtrain.settings.conversion.common import (
+    SCHEDULE_OPTIONS,
     model_name,
     set_adam,
     set_batch,
@@ -47,6 +48,24 @@ _ELSEWHERE = "is of the program, not of the training"
 _DATA = read("the `tokenize` line")
 _REINFORCEMENT = refused("reinforcement learning (GRPO, PPO, RLOO) is not a kind of objective")
 
+_MIXTURE: Table = {
+    "datasets": read(
+        _DATA.text,
+        with_values(
+            {
+                **rows("id config split", _DATA),
+                "weight": read("only 1: all rows"),
+                "columns": note("tokenize reads the columns of the format"),
+            },
+            [(TEXT, "id config split"), (NUMBER, "weight")],
+        ),
+    ),
+    "seed": note("samples are shuffled by the seed of the run"),
+    "test_split_size": note("`tokenize --held-out F` takes a share of the rows"),
+}
+_MIXTURE = with_values(_MIXTURE, [(Values(types=(list,)), "datasets")])
+"""Keys of a mixture of datasets, as in the alignment handbook and open-r1."""
+
 # TRL has separate trainers for CPO (simpo) and ORPO.
 _DPO_LOSSES = [name for name in get_args(PairLoss) if name not in ("simpo", "orpo")]
 
@@ -77,7 +96,7 @@ TABLE: Table = {
     "adam_epsilon": read("`optimizer.eps`"),
     "max_grad_norm": read("`optimizer.clip_norm`"),
     "lr_scheduler_type": read("`schedule.type`"),
-    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`"),
+    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`", SCHEDULE_OPTIONS),
     "warmup_steps": read("`schedule.warmup_steps`"),
     "warmup_ratio": read("`schedule.warmup_ratio`"),
     "per_device_train_batch_size": read("`batch.micro_batch_size`, `batch.global_batch_size`"),
@@ -122,9 +141,10 @@ TABLE: Table = {
     "completion_only_loss": only((True,), "a prompt would be learned too"),
     **rows(
         "dataset_name dataset_config dataset_train_split dataset_splits dataset_mixer "
-        "dataset_mixture dataset_configs dataset_text_field",
+        "dataset_configs dataset_text_field",
         _DATA,
     ),
+    "dataset_mixture": read(_DATA.text, _MIXTURE),
     **rows("dataset_test_split eval_dataset", note("evaluation is on `tokenize --held-out`")),
     "dataset_kwargs": note("of TRL's own preparation of the data"),
     "chat_template": read("a file for `tokenize --chat-template`"),
@@ -309,7 +329,7 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
 def _set_saves(draft: Draft) -> None:
     """Set saves, evaluations and the best checkpoint; list where their defaults differ."""
     if draft.value("save_strategy", "steps") in ("steps", "best"):
-        set_steps(draft, "save_steps", "checkpoint.every_steps")
+        set_steps(draft, "save_steps", "checkpoint")
     elif draft.value("save_strategy") == "epoch":
         draft.set("checkpoint.every_epochs", 1.0)
     limit = draft.number("save_total_limit")
@@ -325,7 +345,7 @@ def _set_saves(draft: Draft) -> None:
         )
     strategy = draft.value("eval_strategy", draft.value("evaluation_strategy", "no"))
     if strategy == "steps":
-        set_steps(draft, "eval_steps", "evaluation.every_steps")
+        set_steps(draft, "eval_steps", "evaluation")
     elif strategy == "epoch":
         draft.set("evaluation.every_epochs", 1.0)
     if strategy in ("steps", "epoch") and not draft.value("val_size"):
@@ -340,16 +360,47 @@ def _set_saves(draft: Draft) -> None:
             "an evaluation measures 256 held-out samples, always the same ones; there all of them: "
             "evaluation.samples=N"
         )
-    if draft.value("load_best_model_at_end"):
-        draft.set("checkpoint.keep_best", 1)
+    has_set = any(
+        draft.value(key)
+        for key in ("validation_split_percentage", "validation_file", "val_size", "eval_dataset")
+    )
+    if strategy == "no" and has_set:
         draft.notes.append(
-            "load_best_model_at_end: the best checkpoint is kept, and the run exports its last "
-            "weights; `bigtrain export --best` exports the best"
+            "eval_strategy is missing or no: there the run is not evaluated while it trains; here "
+            "once, at its end: evaluation.every_epochs=1 evaluates each epoch"
         )
-        metric = draft.value("metric_for_best_model", "loss")
-        if metric not in ("loss", "eval_loss"):
-            rule = "is a metric of the program; evaluation.best.metric names one of a run"
-            draft.refuse("metric_for_best_model", rule, "--omit metric_for_best_model: the loss")
+    if draft.value("load_best_model_at_end"):
+        set_best(draft)
+
+
+def missing_evaluations(draft: Draft) -> list[str]:
+    """Return the setting without which evaluations are at other epochs than saves, as
+    ``section.key=value``; empty if there is none, or if the user sets one of the two."""
+    saved, evaluated = (
+        draft.run.get(section, {}).get("every_epochs") for section in ("checkpoint", "evaluation")
+    )
+    settings = {"checkpoint.every_epochs", "evaluation.every_epochs"}
+    is_set = settings & draft.given_settings.keys()
+    return [] if saved in (None, evaluated) or is_set else [f"evaluation.every_epochs={saved:g}"]
+
+
+def set_best(draft: Draft) -> None:
+    """Set that the best checkpoint is kept, as load_best_model_at_end asks. Shared with Axolotl."""
+    draft.set("checkpoint.keep_best", 1)
+    for setting in missing_evaluations(draft):
+        rule = "needs an evaluation at each save, and not at other times"
+        draft.refuse("load_best_model_at_end", rule, f"{setting} after the file")
+    draft.notes.append(
+        "load_best_model_at_end: the best checkpoint is kept, and the run exports its last "
+        "weights; `bigtrain export --best` exports the best"
+    )
+    metric = draft.value("metric_for_best_model", "loss")
+    if metric not in ("loss", "eval_loss"):
+        rule = "is a metric of the program; evaluation.best.metric names one of a run"
+        draft.refuse("metric_for_best_model", rule, "--omit metric_for_best_model: the loss")
+    elif draft.value("greater_is_better"):
+        rule = "takes the checkpoint with the highest loss for the best"
+        draft.refuse("greater_is_better", rule, "--omit greater_is_better: the lowest loss")
 
 
 def _set_objective(draft: Draft, task: str) -> None:

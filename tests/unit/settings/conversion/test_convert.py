@@ -114,6 +114,8 @@ def test_every_row_names_a_setting_or_a_reason(name: str) -> None:
             assert any(f"{name}.".startswith(f"{row.path}.") for name in settings), key
         else:
             assert row.text, key
+        for member, row_within in row.members.items():
+            assert row_within.describe(), f"{key}.{member}"
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,20 @@ def test_other_files_are_refused_as_a_whole(
     assert text in problem
 
 
+NEOX: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "max_position_embeddings": 32,
+    "pos_emb": "rotary",
+    "no_weight_tying": True,
+    "vocab_size": 256,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "train_micro_batch_size_per_gpu": 2,
+    "train_iters": 100,
+    "data_path": "data/pile_text_document",
+}
 AXOLOTL: dict[str, Any] = {
     "base_model": "org/model",
     "datasets": [{"path": "org/chats", "type": "chat_template"}],
@@ -216,6 +232,7 @@ AXOLOTL: dict[str, Any] = {
     "warmup_steps": 10,
     "sample_packing": True,
 }
+AXOLOTL_LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 LLAMA_FACTORY: dict[str, Any] = {
     "stage": "sft",
     "model_name_or_path": "org/model",
@@ -304,6 +321,226 @@ def test_keys_within_keys_are_read_too(tmp_path: Path) -> None:
     assert found["fp16.enabled"].startswith("must be true or false, as in GPT-NeoX")
 
 
+def chats(**keys: Any) -> dict[str, Any]:
+    """Return a file of Axolotl whose dataset has further keys."""
+    return {**AXOLOTL, "datasets": [{"path": "org/chats", "type": "chat_template", **keys}]}
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "text"),
+    [
+        (chats(roles_to_train=["user"]), "datasets.0.roles_to_train", "learns answers only"),
+        (chats(train_on_eos="last"), "datasets.0.train_on_eos", "the end of each answer"),
+        (chats(drop_system_message=True), "datasets.0.drop_system_message", "system message"),
+        (chats(drop_system_message="y?"), "datasets.0.drop_system_message", "true or false"),
+        (chats(field_mesages="x"), "datasets.0.field_mesages", "did you mean field_messages?"),
+        (chats(field_messages=["x"]), "datasets.0.field_messages", "must be a text"),
+        (chats(wieght=3), "datasets.0.wieght", "--omit datasets.0.wieght accepts a run"),
+        (chats(weight=3), "datasets.0.weight", "is not a key of Axolotl that bigtrain knows"),
+        (chats(field_output="foo"), "datasets.0.field_output", "is not a key of Axolotl"),
+        (chats(shards=10), "datasets.0.shards", "a part of the rows: cut the file"),
+        (chats(chat_template="mine"), "datasets.0.chat_template", "tokenize --chat-template"),
+        (
+            chats(message_property_mappings={"role": "role", "wight": "w"}),
+            "datasets.0.message_property_mappings.wight",
+            "is not a key of Axolotl",
+        ),
+        (
+            {**AXOLOTL, "test_datasets": [{"path": "mine.jsonl", "spilt": "test"}]},
+            "test_datasets.0.spilt",
+            "did you mean split?",
+        ),
+        (
+            {**AXOLOTL, "pretraining_dataset": {"path": "org/texts", "skip": 100}},
+            "pretraining_dataset.0.skip",
+            "a part of the rows",
+        ),
+        ({**AXOLOTL, "datasets": [5]}, "datasets", "must hold keys and values in each entry"),
+        (
+            {**SFT, "dataset_mixture": {"datasets": [{"id": "org/chats", "wieght": 0.5}]}},
+            "dataset_mixture.datasets.0.wieght",
+            "did you mean weight?",
+        ),
+        ({**SFT, "lr_scheduler_kwargs": {"pwer": 2}}, "lr_scheduler_kwargs.pwer", "--omit"),
+        (
+            {**NEOX, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "beta": [0.9, 0.95]}}},
+            "optimizer.params.beta",
+            "did you mean betas?",
+        ),
+        ({**NEOX, "fp16": {"enabld": True}}, "fp16.enabld", "did you mean enabled?"),
+        ({**NEOX, "zero_optimization": {"stgae": 1}}, "zero_optimization.stgae", "--omit"),
+        ({**NEOX, "data_types": {"grad_dtype": "fp32"}}, "data_types.grad_dtype", "--omit"),
+    ],
+)
+def test_a_key_within_a_key_is_refused_by_its_name(
+    tmp_path: Path, keys: dict[str, Any], key: str, text: str
+) -> None:
+    found = problems(tmp_path, keys)
+    assert list(found) == [key]
+    assert text in found[key]
+
+
+@pytest.mark.parametrize("key", ["train_on_eos", "field_output", "shards"])
+def test_a_key_within_a_key_can_be_omitted(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path, chats(**{key: 7}))
+    conversion = convert([path], world_size=4, omitted=[f"datasets.0.{key}"])
+    assert f"datasets.0.{key} = 7: omitted, as --omit asks" in conversion.notes
+    assert conversion.commands == convert([write(tmp_path, chats())], world_size=4).commands
+    for absent in ("datasets.0.no_such_key", "datasets.3.path", "datasets.0"):
+        found = problems(tmp_path, chats(), omitted=[absent])
+        assert found[f"--omit {absent}"].startswith("the file has no such key")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"roles": {"assistant": ["bot"], "user": ["user"]}}, "--format messages --role bot=a"),
+        ({"chat_template": "chatml"}, "--format messages --chat-template chatml --output"),
+        ({"field_messages": "turns", "roles_to_train": None}, "--key messages=turns --output"),
+    ],
+)
+def test_keys_of_a_dataset_are_options(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
+    [command] = convert([write(tmp_path, chats(**keys))], world_size=4).commands
+    assert words in command
+
+
+def test_a_dataset_may_be_its_path(tmp_path: Path) -> None:
+    keys = {**AXOLOTL, "datasets": None, "pretraining_dataset": "org/texts"}
+    [command] = convert([write(tmp_path, keys)], world_size=4).commands
+    assert "--input org/texts --tokenizer org/model --text-key text" in command
+
+
+def notes_of(directory: Path, keys: dict[str, Any], *overrides: str) -> str:
+    conversion = convert([write(directory, keys)], world_size=4, overrides=overrides)
+    return "\n".join(conversion.notes)
+
+
+EVALUATED = {"val_set_size": 0.1, "save_steps": 100, "eval_steps": 50}
+"""Keys of Axolotl with which it can keep the best checkpoint."""
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept", "note"),
+    [
+        (EVALUATED, None, "load_best_model_at_end is missing: Axolotl then ends with"),
+        ({**EVALUATED, "load_best_model_at_end": False}, None, ""),
+        ({**EVALUATED, "load_best_model_at_end": "yes"}, 1, "exports its last weights"),
+        ({**EVALUATED, "early_stopping_patience": 3}, 1, "exports its last weights"),
+        ({**EVALUATED, "load_best_model_at_end": True, "eval_steps": 30}, None, "so not here"),
+        ({"load_best_model_at_end": True, "save_steps": 100}, None, "so not here"),
+        (
+            {"val_set_size": 0.1, "saves_per_epoch": 1, "evals_per_epoch": 4, "num_epochs": 2},
+            None,
+            "checkpoint.keep_best=1 evaluation.every_epochs=1 and `bigtrain export --best`",
+        ),
+        ({"val_set_size": 0.1, "saves_per_epoch": 1, "evals_per_epoch": 1}, None, ""),
+    ],
+)
+def test_the_best_checkpoint_of_axolotl(
+    tmp_path: Path, keys: dict[str, Any], kept: int | None, note: str
+) -> None:
+    conversion = convert([write(tmp_path, {**AXOLOTL, **keys})], world_size=4)
+    assert conversion.tree.get("checkpoint", {}).get("keep_best") == kept
+    text = "\n".join(conversion.notes)
+    assert note in text if note else "load_best_model_at_end" not in text
+
+
+@pytest.mark.parametrize("keys", [{**AXOLOTL, **EVALUATED}, {**CLM, "max_steps": 100}])
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("metric_for_best_model", "eval_accuracy", "evaluation.best.metric names one of a run"),
+        ("greater_is_better", True, "the highest loss for the best"),
+    ],
+)
+def test_the_best_checkpoint_has_the_lowest_loss(
+    tmp_path: Path, keys: dict[str, Any], key: str, value: object, text: str
+) -> None:
+    found = problems(tmp_path, {**keys, "load_best_model_at_end": True, key: value})
+    assert list(found) == [key]
+    assert text in found[key]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {**AXOLOTL, "val_set_size": 0.1, "num_epochs": 2},
+        {**CLM, "num_train_epochs": 2},
+    ],
+)
+def test_the_best_checkpoint_needs_an_evaluation_at_each_save(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    keys = {**keys, "load_best_model_at_end": True, "eval_steps": 0.25, "save_steps": 0.5}
+    found = problems(tmp_path, keys)
+    assert list(found) == ["load_best_model_at_end"]
+    assert found["load_best_model_at_end"].endswith("-> evaluation.every_epochs=1 after the file")
+    overrides = ["evaluation.every_epochs=1"]
+    conversion = convert([write(tmp_path, keys)], world_size=4, overrides=overrides)
+    assert conversion.config.checkpoint.keep_best == 1
+
+
+@pytest.mark.parametrize("keys", [{"max_steps": 9}, {"eval_steps": None, "evals_per_epoch": 4}])
+def test_saves_and_evaluations_in_other_units_are_listed(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    shares = {"val_set_size": 0.1, "save_steps": 0.5, "eval_steps": 0.25}
+    steps = {**shares, "save_steps": 100}
+    for each in (shares, steps):
+        text = notes_of(tmp_path, {**AXOLOTL, **each, **keys})
+        assert "load_best_model_at_end is missing" in text
+
+
+def test_evaluations_that_the_file_does_not_name(tmp_path: Path) -> None:
+    text = "once, at the end of the run: evaluation.every_epochs=1 evaluates each epoch"
+    for sets in ({"val_set_size": 0.1}, {"test_datasets": ["org/test"]}):
+        assert text in notes_of(tmp_path, {**AXOLOTL, **sets})
+        assert text not in notes_of(tmp_path, {**AXOLOTL, **sets, "evals_per_epoch": 2})
+        keys = {**AXOLOTL, **sets, "eval_strategy": "epoch"}
+        assert text not in notes_of(tmp_path, keys)
+        conversion = convert([write(tmp_path, keys)], world_size=4)
+        assert conversion.config.evaluation.every_epochs == 1.0
+    assert text not in notes_of(tmp_path, AXOLOTL)
+    quiet = {**CLM, "eval_strategy": "no", "load_best_model_at_end": False}
+    assert "eval_strategy is missing or no: there the run is not" in notes_of(tmp_path, quiet)
+    assert "eval_strategy is missing" not in notes_of(tmp_path, SFT)
+
+
+@pytest.mark.parametrize(
+    ("keys", "epochs"),
+    [
+        ({**AXOLOTL, "num_epochs": 2}, "num_epochs"),
+        ({**CLM, "num_train_epochs": 2, "load_best_model_at_end": False}, "num_train_epochs"),
+    ],
+)
+def test_a_share_of_the_run_is_a_number_of_epochs(
+    tmp_path: Path, keys: dict[str, Any], epochs: str
+) -> None:
+    keys = {**keys, "eval_steps": 0.25, "save_steps": 0.5, "val_set_size": None}
+    config = convert([write(tmp_path, keys)], world_size=4).config
+    assert config.evaluation.every_epochs == 0.5
+    assert config.checkpoint.every_epochs == 1.0
+    notes = notes_of(tmp_path, {**keys, epochs: None, "max_steps": 100})
+    assert "eval_steps = 0.25: a share of the run has no counterpart" in notes
+
+
+def test_packs_of_axolotl_with_flash_attention_are_longer(tmp_path: Path) -> None:
+    keys = {**AXOLOTL, "sequence_len": 1000, "micro_batch_size": 2, "sample_packing": True}
+    text = "packs rows into 2000 tokens (micro_batch_size x sequence_len), a run into 1000"
+    assert text in notes_of(tmp_path, {**keys, "flash_attention": True})
+    assert text in notes_of(tmp_path, {**keys, "attn_implementation": "flash_attention_2"})
+    assert "packs rows into" not in notes_of(tmp_path, {**keys, "sdp_attention": True})
+    one = {**keys, "flash_attention": True, "micro_batch_size": 1}
+    assert "packs rows into" not in notes_of(tmp_path, one)
+
+
+def test_checkpoints_that_axolotl_keeps(tmp_path: Path) -> None:
+    text = "Axolotl keeps the newest 4 checkpoints"
+    assert text in notes_of(tmp_path, {**AXOLOTL, "saves_per_epoch": 2})
+    assert text not in notes_of(tmp_path, {**AXOLOTL, "save_total_limit": 3})
+    assert text not in notes_of(tmp_path, AXOLOTL, "checkpoint.keep_last=4")
+
+
 def misspelt(keys: dict[str, Any], key: str, name: str) -> dict[str, Any]:
     """Return the keys of a file with `name` in the place of `key`."""
     return {name if old == key else old: value for old, value in keys.items()}
@@ -316,6 +553,7 @@ def misspelt(keys: dict[str, Any], key: str, name: str) -> dict[str, Any]:
         (AXOLOTL, "learning_rate", "learing_rate"),
         (AXOLOTL, "warmup_steps", "warmup_stps"),
         (AXOLOTL, "datasets", "dataset"),
+        ({**AXOLOTL, **AXOLOTL_LORA}, "lora_r", "lora_rank"),
         (LLAMA_FACTORY, "stage", "stge"),
         (LLAMA_FACTORY, "neat_packing", "neat_paking"),
         (SFT, "learning_rate", "learning_rte"),
@@ -409,6 +647,51 @@ def test_datasets_of_llama_factory_are_found_beside_the_file(tmp_path: Path) -> 
     inputs = [command.split()[3] for command in conversion.commands]
     assert inputs == [str(tmp_path / "data/rows/mine.json"), "org/rows", "FILE_OF_other"]
     assert any("of each FILE_OF_" in note for note in conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "note"),
+    [
+        ({"subset": "en", "split": "test"}, "--dataset-config en --dataset-split test", ""),
+        ({"formatting": "sharegpt", "ranking": False, "split": "train"}, "--text-key text", ""),
+        ({"columns": {"prompt": "question"}}, "", "--key NAME=COLUMN of the tokenize line"),
+        ({"tags": {"role_tag": "role"}}, "", "--role NAME=ROLE of the tokenize line"),
+    ],
+)
+def test_keys_of_dataset_info_are_options(
+    tmp_path: Path, record: dict[str, Any], words: str, note: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    records = {"wiki": {"hf_hub_url": "org/wiki", **record}, "unused": {"invented": 1}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(records))
+    conversion = convert([write(tmp_path, FACTORY)], world_size=1)
+    assert words in conversion.commands[0]
+    assert note in "\n".join(conversion.notes)
+
+
+@pytest.mark.parametrize(
+    ("record", "key", "text"),
+    [
+        ({"num_samples": 100}, "num_samples", "tokenize --max-samples takes the first ones"),
+        ({"revision": "v2"}, "revision", "the dataset's main branch"),
+        ({"spilt": "test"}, "spilt", "did you mean split?"),
+        ({"weight": 2}, "weight", "--omit dataset_info.wiki.weight accepts a run without it"),
+        ({"formatting": "chatty"}, "formatting", "must be alpaca or sharegpt or openai"),
+        ({"columns": {"promt": "q"}}, "columns.promt", "did you mean prompt?"),
+    ],
+)
+def test_a_key_of_dataset_info_is_refused_by_its_name(
+    tmp_path: Path, record: dict[str, Any], key: str, text: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    records = {"wiki": {"file_name": "wiki.json", **record}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(records))
+    found = problems(tmp_path, FACTORY, world_size=1)
+    assert list(found) == [f"dataset_info.wiki.{key}"]
+    assert text in found[f"dataset_info.wiki.{key}"]
+    omitted = [f"dataset_info.wiki.{key}"]
+    conversion = convert([write(tmp_path, FACTORY)], world_size=1, omitted=omitted)
+    assert any(note.startswith(f"{omitted[0]} = ") for note in conversion.notes)
 
 
 def test_a_missing_task_hides_no_other_problem(tmp_path: Path) -> None:
@@ -557,20 +840,6 @@ def test_a_llama_of_megatron_is_a_llama(tmp_path: Path) -> None:
     assert conversion.commands == ["bigtrain manifest data/c4_text_document --tokenizer TOKENIZER"]
 
 
-NEOX: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "max_position_embeddings": 32,
-    "pos_emb": "rotary",
-    "no_weight_tying": True,
-    "vocab_size": 256,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-    "train_micro_batch_size_per_gpu": 2,
-    "train_iters": 100,
-    "data_path": "data/pile_text_document",
-}
 GATED = {"norm": "rmsnorm", "activation": "swiglu"}
 
 
@@ -678,7 +947,6 @@ FACTORY: dict[str, Any] = {
     "output_dir": "runs/lf",
 }
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
-AXOLOTL_LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 FACTORY_LORA = {"finetuning_type": "lora"}
 
 
