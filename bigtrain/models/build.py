@@ -296,7 +296,7 @@ class _Absent:
 @contextmanager
 def _absent_layers(module: nn.Module) -> Iterator[None]:
     """Inside, layers of `module` on other stages have modules and parameters of any name: a rule
-    for `module` may change tensors of its layers (Falcon-H1)."""
+    for `module` may change tensors of the layers (Falcon-H1)."""
     layers = [
         m for m in module.modules() if m is not module and getattr(m, "is_placeholder", False)
     ]

@@ -91,8 +91,8 @@ def settings_of(overrides: Iterable[str]) -> list[str]:
 
 
 def _touches(path: str, setting: str) -> bool:
-    """Return whether the dotted `path` is `setting`, a part of it, or a section that contains
-    it."""
+    """Return whether the dotted `path` is `setting`, a part of the setting, or a section that
+    contains the setting."""
     return f"{setting}.".startswith(f"{path}.") or path.startswith(f"{setting}.")
 
 

@@ -306,7 +306,7 @@ class ModelCosts:
 
     def with_eager_attention(self) -> ModelCosts:
         """Return the costs with attention that keeps its scores: the softmax in float32, and a copy
-        in the dtype of the values that it multiplies, if that is another one."""
+        in the dtype of the values that it multiplies, if that is not float32."""
         score_bytes = 4.0 + (self.element_bytes if self.element_bytes < 4 else 0)
         kinds = tuple(
             layer if layer.attention is None else replace(layer, score_bytes=score_bytes)

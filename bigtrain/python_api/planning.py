@@ -163,13 +163,7 @@ def plan(
     else:
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
-        # Values that no layout has, then settings that no layout allows.
-        from bigtrain.settings.compatibility.check import check_compatibility
-        from bigtrain.settings.compatibility.facts import Facts
-
-        problems = _unmet(request, cluster, overrides)
-        problems = problems or check_compatibility(request.facts | Facts(world_size=1))
-        raise ConfigError(problems or _no_layout(loaded, cluster))
+        raise ConfigError(_no_layout(request, loaded, cluster, overrides))
     fitting_proposals: list[Proposal] = []
     if not longest and not any(not offloads(candidate) for candidate in ranking.fitting):
 
@@ -310,13 +304,23 @@ def _unmet(request: SearchSpace, cluster: Cluster, overrides: Sequence[str]) -> 
     return problems
 
 
-def _no_layout(config: RunConfig, cluster: Cluster) -> Problem:
+def _no_layout(
+    request: SearchSpace, config: RunConfig, cluster: Cluster, overrides: Sequence[str]
+) -> list[Problem]:
+    """Return the overrides that no layout has, else the settings that rule out all layouts, else
+    the batch that no layout divides."""
+    from bigtrain.settings.compatibility.check import check_compatibility
+    from bigtrain.settings.compatibility.facts import Facts
+
+    problems = _unmet(request, cluster, overrides)
+    if problems := problems or check_compatibility(request.facts | Facts(world_size=1)):
+        return problems
     batch = config.batch.samples_per_step
     world = cluster.num_devices
     rule = f"no legal layout divides {batch} samples of a step among {world} devices"
     below = batch // world * world
     remedy = f"batch.global_batch_size: {f'{below} or ' if below else ''}{below + world}"
-    return Problem("--gpus", world, rule, remedy)
+    return [Problem("--gpus", world, rule, remedy)]
 
 
 def _named_json(name: str) -> dict[str, Any]:

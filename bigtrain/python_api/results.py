@@ -214,7 +214,7 @@ def generate(
 
     temperature: 0 always selects the most likely token. top_p: nucleus to sample from. seed: of the
     sampling. Raises ModelError if the model cannot be loaded, or the prompt is empty or too long,
-    ConfigError for a number out of its range.
+    ConfigError for a number out of range.
     """
     sampling = _sampling(max_new_tokens, temperature, top_p, seed)
     from bigtrain.models.generation import generate as continued

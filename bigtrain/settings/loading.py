@@ -196,7 +196,7 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
         raise ConfigError(
             Problem("YAML", tree, "the file must hold sections", "begin with `model:`"), str(path)
         )
-    # Another trainer's file: not a problem for each of its keys.
+    # Another trainer's file: one problem, not one for each key.
     sections = sorted(tree.keys() & RunConfig.model_fields.keys() - {"seed"})
     if len(sections) <= 1 and len(tree) - len(sections) > 2:
         found = sections[0] if sections else "none"

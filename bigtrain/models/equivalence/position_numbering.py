@@ -130,7 +130,7 @@ def _tokens_and_padding(model: PreTrainedModel) -> tuple[torch.Tensor, int | Non
 @torch.no_grad()
 def _num_positions(model: PreTrainedModel) -> int | None:
     """Return how many positions fit, from the first used row on, in the smallest table whose rows
-    `model` looks up consecutively; None without such a table."""
+    `model` looks up consecutively; None without a table."""
     ids, _ = _tokens_and_padding(model)
     counted = torch.arange(ids.shape[1])
     sizes = []

@@ -175,8 +175,8 @@ class _ExchangeRows(torch.autograd.Function):
 
 def sum_gradient(x: Any, group: Group) -> Any:
     """Return the replicated tensor `x` unchanged; its backward pass sums the partial gradients of
-    the group. Callers that share `x` (queries, keys and values) get the same tensor, so that one
-    all-reduce serves all of them."""
+    the group. Callers that share `x` (queries, keys and values) get one tensor, so that one
+    all-reduce serves all callers."""
     if not (torch.is_tensor(x) and x.requires_grad and torch.is_grad_enabled()):
         return x
     # Stored on `x` for later callers, until `x` is written in place and has another version. While

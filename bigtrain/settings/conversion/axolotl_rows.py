@@ -199,8 +199,10 @@ def _chat_options(draft: Draft, key: str, entry: Mapping[str, Any]) -> list[str]
     content = names.get("content", entry.get("message_field_content", "content"))
     roles = []
     for target, sources in (entry.get("roles") or {}).items():
-        for source in sources if isinstance(sources, list) else [sources]:
-            roles += [] if source == target else ["--role", f"{source}={target}"]
+        names_of_role = sources if isinstance(sources, list) else [sources]
+        for source in names_of_role:
+            if source != target:
+                roles += ["--role", f"{source}={target}"]
     if (role, content) == ("from", "value"):
         conversations = [] if field == "conversations" else ["--key", f"conversations={field}"]
         return ["--format", "sharegpt", *conversations, *roles]

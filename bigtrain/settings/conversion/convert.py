@@ -160,9 +160,9 @@ def convert(
 def _has_key(draft: Draft, path: str, table: Table) -> bool:
     """Return whether a key can be omitted: one that the file has, or that the table has for the
     same place of the file. path: dotted, such as datasets.0.type."""
-    parent, _, name = path.rpartition(".")
-    keys = draft.value_in_file(parent) if parent else draft.keys
-    for parent_name in parent.split(".") if parent else ():
+    *parent_names, name = path.split(".")
+    keys = draft.value_in_file(".".join(parent_names)) if parent_names else draft.keys
+    for parent_name in parent_names:
         if not parent_name.isdecimal():
             table = table[parent_name].members if parent_name in table else {}
     return isinstance(keys, Mapping) and (name in keys or name in table)
@@ -186,7 +186,7 @@ def _by_keys_of_file(problems: Sequence[Problem], draft: Draft, table: Table) ->
     problem_of_key: dict[str, Problem] = {}
     for problem in problems:
         setting = problem.key
-        # The setting of a key's row, or a section of it; exact names first.
+        # The setting of a key's row, or a section of the setting; exact names first.
         distances: list[tuple[bool, bool, str]] = []
         for key, row in table.items():
             for name in [row.path, *re.findall(r"`([a-z_.]+)`", row.text)]:

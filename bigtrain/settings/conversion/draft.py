@@ -151,8 +151,9 @@ class Draft:
                     )
             else:
                 self._apply_row(key, self._without_omitted(key, value), table[name])
-                for path, entry in _dictionaries(key, value) if table[name].members else ():
-                    self.apply_members(f"{path}.", entry, table[name].members)
+                if table[name].members:
+                    for path, entry in _dictionaries(key, value):
+                        self.apply_members(f"{path}.", entry, table[name].members)
 
     def _refuse_unknown(self, prefix: str, name: str, candidates: Table) -> None:
         """Refuse a key that the table does not have. A key similar to one of the `candidates` is
