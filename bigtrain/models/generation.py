@@ -227,12 +227,12 @@ def _refuse_incomplete(model: str, info: Mapping[str, Any]) -> None:
     ]
     problems += [f"no tensor there is the model's {name}" for name in sorted(info["missing_keys"])]
     if problems:
-        shown = "; ".join(problems[:_SHOWN])
+        problem_text = "; ".join(problems[:_SHOWN])
         if len(problems) > _SHOWN:
-            shown += f"; and {len(problems) - _SHOWN} more"
+            problem_text += f"; and {len(problems) - _SHOWN} more"
         raise ModelError(
-            f"--model = {model!r}: its weights are not those of its config.json: {shown} -> the "
-            "config.json that belongs to the weights, or complete weights"
+            f"--model = {model!r}: its weights are not those of its config.json: {problem_text} "
+            "-> the config.json that belongs to the weights, or complete weights"
         )
     if unused := sorted(info["unexpected_keys"]):
         text = f"note: {model}: {len(unused)} tensors of its files are not used, {unused[0]} first"

@@ -171,9 +171,12 @@ def functions_called(module: nn.Module, names: Iterable[str]) -> set[str]:
     forward: Any = inspect.unwrap(type(module).forward)
     if isinstance(module, GradientCheckpointingLayer) or not hasattr(forward, "__code__"):
         return set()
-    found = set(forward.__code__.co_names).intersection(names)
-    places = (forward.__globals__, {name: getattr(type(module), name, None) for name in found})
-    return {name for name in found if any(callable(place.get(name)) for place in places)}
+    names_called = set(forward.__code__.co_names).intersection(names)
+    places = (
+        forward.__globals__,
+        {name: getattr(type(module), name, None) for name in names_called},
+    )
+    return {name for name in names_called if any(callable(place.get(name)) for place in places)}
 
 
 def uses_kernel(function: Callable[..., Any]) -> bool:

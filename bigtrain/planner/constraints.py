@@ -75,7 +75,8 @@ def unused_settings(overrides: Iterable[str]) -> list[Problem]:
         if any("." in key and _touches(key, setting) for key, _ in named for setting in USED):
             continue
         key, value = named[0]
-        same_section = [used for used in USED if used.partition(".")[0] == path.partition(".")[0]]
+        section_name = path.partition(".")[0]
+        same_section = [setting for setting in USED if setting.partition(".")[0] == section_name]
         (nearest,) = difflib.get_close_matches(key, same_section or USED, n=1, cutoff=0.0)
         rule = "changes nothing in a plan"
         remedy = f"omit it, or --write, which keeps it; the nearest that a plan uses is {nearest}"

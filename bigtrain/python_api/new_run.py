@@ -117,7 +117,7 @@ class WrittenRun:
 
 
 def write_new_run(
-    wanted: NewRun,
+    new_run: NewRun,
     output: Path,
     *,
     force: bool = False,
@@ -126,24 +126,24 @@ def write_new_run(
 ) -> WrittenRun:
     """Write a commented run YAML, which `bigtrain check` accepts, to `output`.
 
-    With `wanted.devices` it uses the fastest layout that is predicted to fit them; a DeepSpeed JSON
-    for it is written next to it if none of ``ds_configs/`` matches. Replaces nothing
-    without `force`. say: gets a line on what could not be looked at, and on what takes seconds.
+    With `new_run.devices` it uses the fastest layout that is predicted to fit them; a DeepSpeed
+    JSON for it is written next to it if none of ``ds_configs/`` matches. Replaces nothing without
+    `force`. say: gets a line on what could not be looked at, and on what takes seconds.
     command: name of the command, for errors. Raises ConfigError, DataError, ModelError,
     OutputError; then nothing is written.
     """
     say = say or (lambda text: None)
-    wanted = with_checked_inputs(wanted, say, command)
-    sections = _sections(wanted, command)
+    new_run = with_checked_inputs(new_run, say, command)
+    sections = _sections(new_run, command)
     head = ["Written by `bigtrain init`. Every setting: docs/reference/configuration.md"]
     engine: dict[str, Any] | None = None
     plan = None
-    if wanted.devices is not None:
+    if new_run.devices is not None:
         from bigtrain.python_api.planning import plan as plan_layouts
 
-        say(f"planning for {wanted.devices}: the model is traced, which takes some seconds once")
+        say(f"planning for {new_run.devices}: the model is traced, which takes some seconds once")
         try:
-            plan = plan_layouts(sections, wanted.devices, varies=False)
+            plan = plan_layouts(sections, new_run.devices, varies=False)
         except ConfigError as error:
             if not any(problem.key == "model" for problem in error.problems):
                 renamed = [
@@ -153,7 +153,7 @@ def write_new_run(
                 raise ConfigError(renamed, error.source) from error
             rule = "cannot be planned for without the model's configuration"
             remedy = "remove it, and plan on a machine that can reach the Hub: bigtrain plan"
-            unplanned = Problem("--devices", wanted.devices, rule, remedy)
+            unplanned = Problem("--devices", new_run.devices, rule, remedy)
             raise ConfigError([*error.problems, unplanned], error.source) from error
         planned, engine = plan.run_tree()
         sections = _in_order({**sections, **planned})
@@ -173,8 +173,12 @@ def write_new_run(
         raise ConfigError(Problem("--output", existing[0], rule, fix))
 
     # A run must accept the data, and the files: of a JSON that must be written first, its settings.
-    if wanted.is_tokenized:
-        _check_data(load_config(sections))
+    if new_run.is_tokenized:
+        from bigtrain.data.loading.dataset_checks import check_shards
+
+        problems = check_shards(load_config(sections))
+        if problems:
+            raise ConfigError(problems, "the run's inputs")
     text = commented_yaml(sections, head, output.parent)
     world_size = 1 if plan is None else plan.cluster.num_devices
     if len(files) > 1:
@@ -184,23 +188,9 @@ def write_new_run(
         check(sections, world_size=world_size)
     _write(output, text)
     per_node = RANKS_PER_NODE if plan is None else plan.cluster.device.devices_per_node
-    lines = _next_commands(wanted, output, world_size, per_node)
+    lines = _next_commands(new_run, output, world_size, per_node)
     on_gpus = plan is not None and not plan.cluster.device.is_cpu
     return WrittenRun(tuple(files), tuple(lines), world_size, per_node, on_gpus)
-
-
-def _check_data(config: RunConfig) -> None:
-    """Raise ConfigError for shards that the run would refuse."""
-    from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
-    from bigtrain.data.tokenizers.model_tokens import check_model_tokens
-
-    datasets, problems = open_checked(config)
-    problems = problems or check_datasets(config, datasets).problems
-    if not problems:
-        dataset = datasets[0]  # `data` is one directory
-        problems = check_model_tokens(config, dataset.tokenizer_path, str(dataset.path))
-    if problems:
-        raise ConfigError(problems, "the run's inputs")
 
 
 def with_checked_inputs(

@@ -148,8 +148,8 @@ def inspect_data(
         return None, [Problem("--data", data, rule, remedy)], ""
     if row_format != "text" or not keys or keys & set(reading.text_keys):
         return row_format, [], ""
-    shown = ", ".join(sorted(keys)[:_SHOWN_KEYS])
-    rule, options = f"its first row has the keys {shown}, and no text", ""
+    key_names = ", ".join(sorted(keys)[:_SHOWN_KEYS])
+    rule, options = f"its first row has the keys {key_names}, and no text", ""
     if not is_text:
         rule += ", conversation or pair"
         options = remedy_for(keys).removeprefix(" -> ")

@@ -13,7 +13,7 @@ from bigtrain.objectives.section import ROWS
 from bigtrain.settings.hf_config_keys import MAX_PADDING_ROWS, written_configuration
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import check_attention_package
-from bigtrain.system.files import why_not_creatable
+from bigtrain.system.files import has_checkpoints, why_not_creatable
 from bigtrain.system.hub_cache import cached_hub_file, is_hub_name
 from bigtrain.system.storage.stores import is_address
 
@@ -84,18 +84,9 @@ def check_manifests(config: RunConfig) -> list[Problem]:
         return []
     if all(_suits(config, Path(path)) for path in paths):
         return []
-    from bigtrain.data.loading.dataset_checks import check_datasets, open_checked
-    from bigtrain.data.tokenizers.model_tokens import check_model_tokens
+    from bigtrain.data.loading.dataset_checks import check_shards
 
-    datasets, problems = open_checked(config, "listed")
-    problems = problems or check_datasets(config, datasets).problems
-    if not problems:
-        first = datasets[0]
-        resumes = _resumes(config)
-        problems = check_model_tokens(
-            config, first.tokenizer_path, str(first.path), resumes=resumes
-        )
-    return problems
+    return check_shards(config, "listed")
 
 
 def _suits(config: RunConfig, dataset: Path) -> bool:
@@ -117,7 +108,9 @@ def _suits(config: RunConfig, dataset: Path) -> bool:
         if manifest["options"]["chat"] and rows is None:
             if not config.data.is_each_document_separate:
                 return False
-        directory = config.output.directory if _resumes(config) else config.model.path
+        output_directory = config.output.directory
+        resumes = has_checkpoints(output_directory)
+        directory = output_directory if resumes else config.model.path
         names = ("tokenizer.json", "tokenizer/tokenizer.json")
         model_files = [Path(directory or "", name) for name in names]
         model_file = next((path for path in model_files if path.is_file()), None)
@@ -126,10 +119,6 @@ def _suits(config: RunConfig, dataset: Path) -> bool:
         return model_file.read_bytes() == (dataset / "tokenizer/tokenizer.json").read_bytes()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _resumes(config: RunConfig) -> bool:
-    return any(Path(config.output.directory, "checkpoints").glob("step-*"))
 
 
 def check_base_files(config: RunConfig) -> list[Problem]:
@@ -148,7 +137,7 @@ def check_weight_files(config: RunConfig) -> None:
     """Raise ModelError, as the run does, for a directory of a base, or of a teacher, that has no
     weights that can be read, unless the run resumes and reads none."""
     names = {"objective.teacher_model": config.objective.teacher_model}
-    if not _resumes(config):
+    if not has_checkpoints(config.output.directory):
         names["model.path"] = config.model.path
     for key, name in names.items():
         if name is None or not Path(name).is_dir():

@@ -37,6 +37,7 @@ from bigtrain.settings.resolve import ResolvedRun, resolve_teacher
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import check_attention_package
 from bigtrain.settings.sections.optimizer import check_optimizer_package
+from bigtrain.system.files import has_checkpoints
 from bigtrain.system.text_record import TextRecord
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         *(ids.problems if ids else ()),
         *(_check_files(config, hf_config) if check != "listed" else ()),
     ]
+    resumes = has_checkpoints(config.output.directory)
     growth: VocabularyResize | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
 
@@ -131,7 +133,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
             hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, set_problems = open_held_out_datasets(config, datasets, check)
         problems += set_problems or check_best(config, datasets, held_out_sets)
-        if check != "listed" and not _resumes(config):
+        if check != "listed" and not resumes:
             problems += _check_scores(config, datasets, held_out_sets)
     problems += _check_method(run, hf_config)
 
@@ -141,7 +143,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if not problems:
         model_plan, problems = cached_model_plan(config, hf_config, run.plan)
     may_freeze_rows = config.adapters is not None or bool(config.model.frozen)
-    if may_freeze_rows and not (problems or check == "listed" or growth or _resumes(config)):
+    if may_freeze_rows and not (problems or check == "listed" or growth or resumes):
         from bigtrain.run.frozen_rows import check_frozen_rows
 
         problems, notes = check_frozen_rows(config, hf_config, datasets)
@@ -149,7 +151,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         teacher, problems = _inspect_teacher(run, datasets)
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
-    if check != "listed" and not _resumes(config):
+    if check != "listed" and not resumes:
         notes += findings.notes + _data_notes(config, datasets, held_out_sets)
     return Inputs(
         hf_config,
@@ -215,7 +217,7 @@ def check_base_weights(config: RunConfig, inputs: Inputs) -> None:
     """Read the headers of a base's weight files on this host, as the run does before its
     rendezvous; nothing if the run resumes. Raises ModelError as `find_weights`."""
     path = config.model.path
-    if path is None or not Path(path).is_dir() or _resumes(config):
+    if path is None or not Path(path).is_dir() or has_checkpoints(config.output.directory):
         return
     hf_config = inputs.hf_config
     if inputs.growth is not None:
@@ -238,14 +240,10 @@ def check_prompts(config: RunConfig, inputs: Inputs) -> None:
     tokenized_prompts(config, inputs.hf_config, tokenizer, inputs.text_record, first_position)
 
 
-def _resumes(config: RunConfig) -> bool:
-    return any(Path(config.output.directory, "checkpoints").glob("step-*"))
-
-
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
     """Compare the data's tokenizer with the section ``tokenizer`` and with the tokenizer of the
     base model, or with the run's own if it resumes and does not read the base."""
-    resumes = _resumes(config)
+    resumes = has_checkpoints(config.output.directory)
     tokenizer_path = dataset.tokenizer_path
     problems = check_model_tokens(config, tokenizer_path, str(dataset.path), resumes=resumes)
     if resumes:

@@ -27,7 +27,7 @@ from bigtrain.models.weights.checksums import BASE_MODEL, Sums, write_sums
 from bigtrain.run.preflight import Inputs
 from bigtrain.settings.degrees import AXES
 from bigtrain.settings.resolve import ResolvedRun
-from bigtrain.system.files import write_whole
+from bigtrain.system.files import has_checkpoints, write_whole
 from bigtrain.system.machine import version_of
 from bigtrain.system.shipped_files import checkout
 
@@ -106,7 +106,7 @@ def layer_lines(
     path = fast_path_of(run.config, run.engine, hf_config, device_type, compilation)
     lines = [path.line()]
     directory = Path(run.config.output.directory)
-    if any((directory / "checkpoints").glob("step-*")):
+    if has_checkpoints(directory):
         with suppress(OSError, ValueError, KeyError):
             before = json.loads((directory / "environment.json").read_text(encoding="utf-8"))[
                 LAYERS

@@ -199,8 +199,8 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
     # Another trainer's file: one problem, not one for each key.
     sections = sorted(tree.keys() & RunConfig.model_fields.keys() - {"seed"})
     if len(sections) <= 1 and len(tree) - len(sections) > 2:
-        found = sections[0] if sections else "none"
-        rule = f"is no run: of its {len(tree)} keys, {found} is a section"
+        section_name = sections[0] if sections else "none"
+        rule = f"is no run: of its {len(tree)} keys, {section_name} is a section"
         remedy = f"bigtrain convert {shlex.quote(str(path))}, if it is another trainer's file"
         raise ConfigError(Problem("--config", str(path), rule, remedy))
     return parse_run_config(tree, overrides, str(path))

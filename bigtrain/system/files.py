@@ -39,6 +39,11 @@ def cannot_be_written(path: Path, error: Exception, remedy: str) -> str:
     return f"{path}: cannot be written: {one_line(error, None)} -> {remedy}"
 
 
+def has_checkpoints(run_directory: str | Path) -> bool:
+    """Return whether a run in `run_directory` has saved, so that its next launch resumes."""
+    return any(Path(run_directory, "checkpoints").glob("step-*"))
+
+
 def why_not_creatable(directory: Path) -> str | None:
     """Return the reason why no file can be written to `directory` (may not exist yet), or None.
 

@@ -18,11 +18,16 @@ from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import TOKENIZER_DIRECTORY, Split
 from bigtrain.data.shards.shard_table import ShardTable
 from bigtrain.data.tokenizers.cache import foreign_file
-from bigtrain.data.tokenizers.model_tokens import check_vocabulary, known_vocab_size
+from bigtrain.data.tokenizers.model_tokens import (
+    check_model_tokens,
+    check_vocabulary,
+    known_vocab_size,
+)
 from bigtrain.errors import DataError, Problem, TooFewAnswersError
 from bigtrain.objectives.section import ROWS
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.extensions import GIVEN
+from bigtrain.system.files import has_checkpoints
 
 _HELD_OUT_REMEDY = "tokenize again with a larger --held-out, or without it"
 
@@ -48,6 +53,18 @@ def open_checked(
     if problems:
         return (), problems
     return tuple(with_source(config, dataset, program_source) for dataset in datasets), []
+
+
+def check_shards(config: RunConfig, check: Level = "sizes") -> list[Problem]:
+    """Open the datasets of the mixture and return what the run would refuse of them: what
+    `open_checked`, `check_datasets`, and for the first dataset `check_model_tokens` find, each only
+    if nothing was found before. Raises ExtensionError and DataError as `open_checked`."""
+    datasets, problems = open_checked(config, check)
+    problems = problems or check_datasets(config, datasets).problems
+    if problems:
+        return problems
+    first, resumes = datasets[0], has_checkpoints(config.output.directory)
+    return check_model_tokens(config, first.tokenizer_path, str(first.path), resumes=resumes)
 
 
 def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Problem:

@@ -19,6 +19,7 @@ from bigtrain.models.equivalence.proxy_model import (
     build_proxy_model,
     check_runs,
     failure_text,
+    positions_of_lengths,
     proxy_tokens,
     rescale_weights,
 )
@@ -134,12 +135,7 @@ def _results(model: PreTrainedModel, isolation: Isolation, batch: int) -> dict[s
     arguments: dict[str, Any] = {"input_ids": proxy_tokens(model, TOKENS, seed=batch)}
     positions = None
     if isolation.method != "none":
-        positions = torch.stack(
-            [
-                torch.cat([torch.arange(length) for length in lengths])
-                for lengths in _DOCUMENT_TOKENS[batch]
-            ]
-        )
+        positions = positions_of_lengths(_DOCUMENT_TOKENS[batch])
         arguments |= {"position_ids": positions, **isolation.arguments(positions)}
     with isolation.document_mask(positions):
         outputs = model(**arguments, use_cache=False)

@@ -24,6 +24,7 @@ from bigtrain.models.equivalence.proxy_model import (
     build_proxy_model,
     check_runs,
     failure_text,
+    positions_of_lengths,
     proxy_tokens,
     rescale_weights,
 )
@@ -266,9 +267,7 @@ def _run_packed(
     document_tokens: Sequence[Sequence[int]],
 ) -> dict[str, Values]:
     """Return the results of samples `ids` of isolated documents."""
-    positions = torch.stack(
-        [torch.cat([torch.arange(length) for length in lengths]) for lengths in document_tokens]
-    )
+    positions = positions_of_lengths(document_tokens)
     arguments = isolation.arguments(positions)
     with ExitStack() as undo:
         if isolation.method == "lengths":

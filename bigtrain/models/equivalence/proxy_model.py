@@ -37,11 +37,15 @@ def document_positions(samples: int, tokens: int = TOKENS) -> torch.Tensor:
     sets: int64 [samples, tokens], counted from 0 in each document. Every second sample has only
     short documents, so that a dependence between samples of a micro-batch shows."""
     long, short = [3, tokens - 5, 2], [5] * (tokens // 5) + [tokens % 5]
-    lengths_by_sample = [short if sample % 2 else long for sample in range(samples)]
-    positions = [
-        torch.cat([torch.arange(length) for length in lengths]) for lengths in lengths_by_sample
-    ]
-    return torch.stack(positions)
+    return positions_of_lengths([short if sample % 2 else long for sample in range(samples)])
+
+
+def positions_of_lengths(lengths_by_sample: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return positions in documents of these lengths: int64 [samples, tokens], from 0 in each
+    document."""
+    return torch.stack(
+        [torch.cat([torch.arange(length) for length in lengths]) for lengths in lengths_by_sample]
+    )
 
 
 MODEL_FAILURES = (

@@ -433,16 +433,16 @@ def _set_evaluation(draft: Draft) -> None:
         periods.append(share if share < 1 else draft.number(key, 0))
     save, evaluation = periods
     is_loaded = has_shares != has_sets and save and evaluation and save % evaluation == 0
-    wanted = draft.value("load_best_model_at_end")
-    if is_loaded and (wanted or draft.value("early_stopping_patience")):
+    loads_best = draft.value("load_best_model_at_end")
+    if is_loaded and (loads_best or draft.value("early_stopping_patience")):
         set_best(draft)
-    elif is_loaded and wanted is None and not draft.value("rl"):
+    elif is_loaded and loads_best is None and not draft.value("rl"):
         settings = " ".join(("checkpoint.keep_best=1", *missing_evaluations(draft)))
         draft.notes.append(
             "load_best_model_at_end is missing: Axolotl then ends with the weights of the best "
             f"checkpoint; here with the last: {settings} and `bigtrain export --best`"
         )
-    elif wanted and not is_loaded:
+    elif loads_best and not is_loaded:
         draft.notes.append(
             "load_best_model_at_end = True: Axolotl does so only with val_set_size or "
             "test_datasets, and save_steps that are a multiple of eval_steps, so not here"

@@ -37,7 +37,9 @@ class Trainer:
     owns: Callable[[Mapping[str, Any]], bool]
     fill: Callable[[Draft, str | None], None]
     flat: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    beside: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = lambda keys, folder: {}
+    keys_of_other_files: Callable[[Mapping[str, Any], Path], Mapping[str, Any]] = (
+        lambda keys, folder: {}
+    )
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -48,7 +50,7 @@ TRAINERS: Mapping[str, Trainer] = {
         llama_factory.TABLE,
         llama_factory.is_llama_factory,
         llama_factory.fill,
-        beside=llama_factory.dataset_info,
+        keys_of_other_files=llama_factory.dataset_info,
     ),
     "gpt-neox": Trainer(
         megatron_keys.NEOX_NAME,
@@ -121,7 +123,7 @@ def convert(
         tree.update(read_tree(file))
     source = find_trainer(tree, label, trainer_name)
     keys = source.flat(tree)
-    keys.update(source.beside(keys, files[0].parent))
+    keys.update(source.keys_of_other_files(keys, files[0].parent))
     given_settings = {}
     for override in overrides:
         path, _, text = override.partition("=")

@@ -183,8 +183,8 @@ class Draft:
         elif row.kind == "refused" and not is_unset(value):
             self.refuse(key, row.text)
         elif row.kind == "note" and not is_unset(value):
-            shown = repr(value)
-            self.notes.append(f"{key} = {shown[:60]}: {row.text}")
+            value_text = repr(value)
+            self.notes.append(f"{key} = {value_text[:60]}: {row.text}")
 
 
 def _dictionaries(path: str, value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:

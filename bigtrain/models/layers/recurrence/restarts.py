@@ -77,36 +77,47 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     if documents is None:
         return forward(*args, **kwargs)
     shape = documents.positions.shape
-    token_tensors, rebuild = tensors_of_tokens((args, kwargs), shape)
+    token_tensors, rebuild_arguments = tensors_of_tokens((args, kwargs), shape)
     if not token_tensors:
         raise ModelError(f"{type(module).__name__} is given no values of tokens")
-    rebuild_output: Rebuild = tuple
+    output_rebuilders: list[Rebuild] = []
 
     def call(pieces: dict[str, torch.Tensor]) -> list[torch.Tensor | None]:
-        nonlocal rebuild_output
-        piece_args, piece_kwargs = rebuild(list(pieces.values()))
+        piece_args, piece_kwargs = rebuild_arguments(list(pieces.values()))
         with documents_in_samples(None):
             output = forward(*piece_args, **piece_kwargs)
         piece_shape = next(iter(pieces.values())).shape[:2]
         tensors, rebuild_output = tensors_of_tokens(output, piece_shape, keep_rest=False)
+        output_rebuilders.append(rebuild_output)
         return tensors
 
     flat = {str(n): x.flatten(0, 1) for n, x in enumerate(token_tensors) if x is not None}
     outputs = by_document(call, flat, documents)
-    rebuild_from = rebuild_output
     if _EQUALLY_OFTEN in vars(module):
-        # Documents have one batch for each number of bits of a length; a call stands for each batch
-        # that is missing. Its result counts as zero, so that the backward pass has the call, too.
-        num_batches = len(documents.numbers_on(flat["0"].device)[0])
-        one_token = {name: x[:1, None] for name, x in flat.items()}
-        for _ in range(shape[1].bit_length() - num_batches):
-            floats = [x for x in call(one_token) if x is not None and x.is_floating_point()]
-            zero = 0 * torch.stack([x.float().sum() for x in floats]).sum()
-            outputs = [
-                x if x is None or not x.is_floating_point() else x + zero.to(x.dtype)
-                for x in outputs
-            ]
-    return rebuild_from([None if x is None else x.unflatten(0, shape) for x in outputs])
+        # Documents have one batch for each number of bits of a length.
+        num_missing = shape[1].bit_length() - len(documents.numbers_on(flat["0"].device)[0])
+        outputs = _with_calls_of_one_token(call, flat, outputs, num_missing)
+    # Outputs of all batches have one structure; widths of later calls may be other widths.
+    rebuild_outputs = output_rebuilders[0]
+    return rebuild_outputs([None if x is None else x.unflatten(0, shape) for x in outputs])
+
+
+def _with_calls_of_one_token(
+    call: Callable[[dict[str, torch.Tensor]], Sequence[torch.Tensor | None]],
+    flat: dict[str, torch.Tensor],
+    outputs: list[torch.Tensor | None],
+    num_calls: int,
+) -> list[torch.Tensor | None]:
+    """Return `outputs` after `num_calls` calls with the first token of `flat`. A call's result
+    counts as zero in all `outputs`, so that the backward pass has the call, too."""
+    one_token = {name: x[:1, None] for name, x in flat.items()}
+    for _ in range(num_calls):
+        floats = [x for x in call(one_token) if x is not None and x.is_floating_point()]
+        zero = 0 * torch.stack([x.float().sum() for x in floats]).sum()
+        outputs = [
+            x if x is None or not x.is_floating_point() else x + zero.to(x.dtype) for x in outputs
+        ]
+    return outputs
 
 
 def tensors_of_tokens(
