@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -139,22 +139,8 @@ def write_new_run(
     engine: dict[str, Any] | None = None
     plan = None
     if new_run.devices is not None:
-        from bigtrain.python_api.planning import plan as plan_layouts
-
         say(f"planning for {new_run.devices}: the model is traced, which takes some seconds once")
-        try:
-            plan = plan_layouts(sections, new_run.devices, varies=False)
-        except ConfigError as error:
-            if not any(problem.key == "model" for problem in error.problems):
-                renamed = [
-                    replace(problem, key="--devices") if problem.key == "--gpus" else problem
-                    for problem in error.problems
-                ]
-                raise ConfigError(renamed, error.source) from error
-            rule = "cannot be planned for without the model's configuration"
-            remedy = "remove it, and plan on a machine that can reach the Hub: bigtrain plan"
-            unplanned = Problem("--devices", new_run.devices, rule, remedy)
-            raise ConfigError([*error.problems, unplanned], error.source) from error
+        plan = _plan_for(new_run.devices, sections)
         planned, engine = plan.run_tree()
         sections = _in_order({**sections, **planned})
         head += _prediction(plan)
@@ -191,6 +177,25 @@ def write_new_run(
     lines = _next_commands(new_run, output, world_size, per_node)
     on_gpus = plan is not None and not plan.cluster.device.is_cpu
     return WrittenRun(tuple(files), tuple(lines), world_size, per_node, on_gpus)
+
+
+def _plan_for(devices: str, sections: Mapping[str, Any]) -> Plan:
+    """Return the plan of the fastest layout of `sections` on `devices`. Raises ConfigError with the
+    keys of this command's options."""
+    from bigtrain.python_api.planning import plan as plan_layouts
+
+    try:
+        return plan_layouts(sections, devices, varies=False)
+    except ConfigError as error:
+        problems = [
+            replace(problem, key="--devices") if problem.key == "--gpus" else problem
+            for problem in error.problems
+        ]
+        if any(problem.key == "model" for problem in problems):
+            rule = "cannot be planned for without the model's configuration"
+            remedy = "remove it, and plan on a machine that can reach the Hub: bigtrain plan"
+            problems.append(Problem("--devices", devices, rule, remedy))
+        raise ConfigError(problems, error.source) from error
 
 
 def with_checked_inputs(
