@@ -113,7 +113,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         *(ids.problems if ids else ()),
         *(_check_files(config, hf_config) if check != "listed" else ()),
     ]
-    resumes = has_checkpoints(config.output.directory)
+    starts = check != "listed" and not has_checkpoints(config.output.directory)
     growth: VocabularyResize | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
 
@@ -133,7 +133,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
             hf_config, growth = grown_configuration(config.model, hf_config, tokens)
         held_out_sets, set_problems = open_held_out_datasets(config, datasets, check)
         problems += set_problems or check_best(config, datasets, held_out_sets)
-        if check != "listed" and not resumes:
+        if starts:
             problems += _check_scores(config, datasets, held_out_sets)
     problems += _check_method(run, hf_config)
 
@@ -142,8 +142,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     notes: list[str] = []
     if not problems:
         model_plan, problems = cached_model_plan(config, hf_config, run.plan)
-    may_freeze_rows = config.adapters is not None or bool(config.model.frozen)
-    if may_freeze_rows and not (problems or check == "listed" or growth or resumes):
+    if starts and (config.adapters or config.model.frozen) and not (problems or growth):
         from bigtrain.run.frozen_rows import check_frozen_rows
 
         problems, notes = check_frozen_rows(config, hf_config, datasets)
@@ -151,7 +150,7 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         teacher, problems = _inspect_teacher(run, datasets)
     if model_plan is None or ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
-    if check != "listed" and not resumes:
+    if starts:
         notes += findings.notes + _data_notes(config, datasets, held_out_sets)
     return Inputs(
         hf_config,
