@@ -281,8 +281,7 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
     if limits is not None:
         interval = f"{limits.lowest:g} to {limits.highest:g}"
         lines.append(f"  filter:   documents of perplexity {interval} under {limits.model}")
-    if manifest.options.held_out and not manifest.num_documents("held_out"):
-        lines.append("  held_out: no document was selected; this may happen with few documents")
+    lines += _held_out_share(manifest)
     if manifest.skipped_documents:
         count = f"{manifest.skipped_documents:,}"
         lines.append(f"  skipped:  {count} unreadable documents, listed in errors.jsonl")
@@ -294,6 +293,28 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
         for part_type, count in (manifest.unrendered or {}).items()
     ]
     return "\n".join(lines)
+
+
+_NEAR_SHARE = 0.1
+"""Largest difference of the held-out share, relative to the share that was asked for, which needs
+no line."""
+
+
+def _held_out_share(manifest: Manifest) -> list[str]:
+    """Return a line if the share of held-out documents is not the share that was asked for."""
+    share = manifest.options.held_out
+    num_held_out = manifest.num_documents("held_out")
+    if not share:
+        return []
+    if not num_held_out:
+        return ["  held_out: no document was selected; this may happen with few documents"]
+    actual_share = num_held_out / (num_held_out + manifest.num_documents("train"))
+    if abs(actual_share - share) <= _NEAR_SHARE * share:
+        return []
+    return [
+        f"  share:    {actual_share:.2%} of the documents are held out, not {share:.2%}: each is "
+        "selected by its text, equal texts together"
+    ]
 
 
 LONG_TOKENS = 1 << 20

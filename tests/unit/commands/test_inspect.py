@@ -121,6 +121,22 @@ def test_for_people(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "shard_bytes 400" in out
 
 
+@pytest.mark.parametrize("copies", [1, 40])
+def test_says_which_share_is_held_out_if_it_is_another_share(
+    copies: int, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Documents with one text are in one split."""
+    tokenizer = str(dataset.parent / "tokenizer")
+    texts = tmp_path / "texts.jsonl"
+    num_texts = 8000 // copies**2
+    rows = [json.dumps({"text": f"text {number}"}) for number in range(num_texts)]
+    texts.write_text("\n".join(rows * copies))
+    words = ["--tokenizer", tokenizer, "--held-out", "0.3", "--output", str(tmp_path / "o")]
+    assert main(["tokenize", "--input", str(texts), *words]) == 0
+    out = capsys.readouterr().out
+    assert ("held out, not 30.00%: each is selected by its text" in out) is (copies > 1)
+
+
 def test_why_an_encoder_was_not_used_is_logged_once(
     dataset: Path,
     tmp_path: Path,
