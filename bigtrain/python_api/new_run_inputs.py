@@ -119,7 +119,8 @@ def inspect_data(
     """
     from bigtrain.data.documents.chat_formats import remedy_for
     from bigtrain.data.documents.discovery import find_sources
-    from bigtrain.data.documents.formats import keys_in
+    from bigtrain.data.documents.formats import DocumentReader, keys_in
+    from bigtrain.data.documents.reader import RejectedDocuments
     from bigtrain.python_api.tokenizing import detected_format, read_options
 
     if is_address(data) or data == "-":
@@ -136,7 +137,12 @@ def inspect_data(
         if all(source.record.bytes == 0 and not source.read_once for source in sources):
             remedy = "a file or folder with text or rows"
             return None, [Problem("--data", data, "is empty", remedy)], ""
-        keys = set(keys_in(sources[0], reading))
+        first_row = keys_in(sources[0], reading)
+        keys = set(first_row)
+        is_readable = not (sources[0].needs_decompression or sources[0].read_once)
+        if not keys and sources[0].format.has_rows and is_readable:
+            # The reader says why the file begins with no object.
+            next(DocumentReader(sources[:1], reading, RejectedDocuments(False)).blocks(), None)
         if is_text:
             row_format = "text"
         elif has_pairs and {"chosen", "rejected"} <= keys:
@@ -152,8 +158,10 @@ def inspect_data(
     rule, options = f"its first row has the keys {key_names}, and no text", ""
     if not is_text:
         rule += ", conversation or pair"
-        options = remedy_for(keys).removeprefix(" -> ")
+        options = remedy_for(first_row).removeprefix(" -> ")
     options = options or "--text-key KEY"
+    if not options.startswith("--"):
+        return None, [Problem("--data", data, rule, options)], ""
     remedy = f"bigtrain tokenize {options}, and then --data with the directory it writes"
     return None, [Problem("--data", data, rule, remedy)], ""
 

@@ -15,6 +15,7 @@ from typing import Any
 from bigtrain.data.documents.alpaca_prompts import PROMPTS
 from bigtrain.data.documents.conversations import from_text
 from bigtrain.data.documents.key_rules import KeyRules, text_rules
+from bigtrain.data.documents.other_names import LISTS_OF_ROWS, OTHER_NAMES, has_speaker
 from bigtrain.data.documents.row_format import (
     MESSAGE_KEYS,
     TOKEN_KEYS,
@@ -211,21 +212,6 @@ FORMATS: Mapping[str, ChatFormat] = {
 }
 
 
-OTHER_NAMES: Sequence[tuple[str, Mapping[str, Sequence[str]]]] = (
-    ("sharegpt", {"conversations": ("conversation", "dialogue", "dialog", "turns", "chat")}),
-    (
-        "alpaca",
-        {
-            "instruction": ("instruction", "question", "query"),
-            "output": ("output", "response", "answer", "answers", "completion", "target"),
-        },
-    ),
-    ("prompt-completion", {"prompt": ("prompt",), "completion": ("response", "answer", "output")}),
-)
-"""Per format, alternative names of its keys that no other format uses. The keys of turns
-distinguish messages from ShareGPT, and both are accepted under the key of either."""
-
-
 def _detected(keys: Collection[str]) -> Iterator[ChatFormat]:
     return (
         entry for entry in FORMATS.values() if entry.is_detected and entry.identifying <= set(keys)
@@ -247,25 +233,25 @@ def also_preferences(keys: Collection[str]) -> list[str]:
     return names if PAIRS.name in names and len(names) > 1 else []
 
 
-def remedy_for(keys: Collection[str]) -> str:
-    """Return the options that read rows with these keys, to end an error; empty if unknown."""
-    match = nearest(keys)
+def remedy_for(row: Collection[str]) -> str:
+    """Return the options that read rows such as `row`, its keys or an object, to end an error;
+    empty if unknown."""
+    match = nearest(row)
     if match is not None:
         return f" -> --format {match.name}"
-    for name, alternative_names in OTHER_NAMES:
-        row_keys = {
-            format_key: next((key for key in names if key in keys), None)
-            for format_key, names in alternative_names.items()
-        }
-        if all(row_keys.values()):
-            options = [f" --key {key}={row_keys[key]}" for key in row_keys if key != row_keys[key]]
-            return f" -> --format {name}{''.join(options)}"
+    options = next(filter(None, (names.options_for(row) for names in OTHER_NAMES)), "")
+    if options:
+        return f" -> {options}"
+    if isinstance(row, Mapping):
+        for key in LISTS_OF_ROWS:
+            if isinstance(row.get(key), list):
+                return f" -> a file of the rows under {key!r}: jq -c '.{key}[]' FILE > rows.jsonl"
     return ""
 
 
-def remedy_for_row(keys: Collection[str]) -> str:
+def remedy_for_row(row: Collection[str]) -> str:
     """Return `remedy_for` for a row among others, which may have another format."""
-    near = remedy_for(keys)
+    near = remedy_for(row)
     return near and f"{near} if all rows are like this one; {ONE_FORMAT}"
 
 
@@ -364,6 +350,9 @@ def document_in(
     if not isinstance(tree, dict):
         is_table = isinstance(tree, list) and bool(tree) and isinstance(tree[0], dict)
         fix = " -> name a file that is one list .json" if is_table else ""
+        if is_table and has_speaker(tree[0]):
+            command = "jq -c '.[] | {messages: .}' FILE > rows.jsonl"
+            fix = f" -> an object for each conversation: {command}"
         return Extracted(None, f"not a JSON object but {type(tree).__name__}{fix}")
     expected_keys = keys if chat is None else chat.keys[:1]
     present = [key for key in expected_keys if key in tree or value_at(tree, key) is not None]

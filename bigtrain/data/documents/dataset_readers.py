@@ -51,7 +51,7 @@ class DatasetReader(TableReader):
         dataset = cls.open(source, options)
         if dataset.column_names is not None:
             return list(dataset.column_names)
-        return list(next(iter(dataset), ()))
+        return next(iter(dataset), {})
 
     def _rows(self, file: Any) -> Iterator[RowBlock]:
         path, keys = self.part.source.path, self.options.keys

@@ -49,8 +49,8 @@ def format_of(file_name: str) -> type[PartReader]:
 
 
 def keys_in(source: Source, options: ReadOptions, *, strict: bool = False) -> Collection[str]:
-    """Return the keys of the first row of `source`: of JSON lines and .json the keys of the first
-    object, of tables and datasets the columns. Empty for text, compressed tables, named pipes
+    """Return the keys of the first row of `source`: of JSON lines and .json the first object, of
+    tables and datasets the columns. Empty for text, compressed tables, named pipes
     (readable only once), and unreadable files: for these `strict` raises DataError, otherwise they
     are refused later."""
     if source.needs_decompression or source.read_once:

@@ -90,7 +90,7 @@ class JsonLinesReader(PartReader):
                     tree = loads(line)
                 except ValueError:
                     return ()
-                return list(tree) if isinstance(tree, dict) else ()
+                return tree if isinstance(tree, dict) else ()
         return ()
 
     @classmethod
@@ -212,15 +212,15 @@ class JsonReader(JsonLinesReader):
 
     @classmethod
     def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
-        """Return the keys of a list's first object, or of the first line's object."""
+        """Return a list's first object, or the first line's object."""
         with open_stream(source, xxhash.xxh3_64(), to_end=False) as stream:
             head = next(stream_chunks(stream, HEAD_BYTES), b"")
-        text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip(" \t\r\n[")
+        text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip()
         try:
-            tree, _ = json.JSONDecoder().raw_decode(text)
+            tree, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
         except ValueError:
             return ()
-        return list(tree) if isinstance(tree, dict) else ()
+        return tree if isinstance(tree, dict) else ()
 
     @classmethod
     def split(cls, source: Source, options: ReadOptions, shard_bytes: int) -> list[SourcePart]:

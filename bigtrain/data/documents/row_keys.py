@@ -151,6 +151,13 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "its {name} would not be read -> --format alpaca; or --ignore-key {name}",
     ),
     RowKey(
+        ("context",),
+        ("alpaca", *PROMPTED),
+        "Dolly's rows",
+        "refused",
+        "its {name} would not be read -> --key input={name}, or --ignore-key {name}",
+    ),
+    RowKey(
         ("system",),
         ("messages", "sharegpt", "alpaca"),
         "Axolotl, LLaMA-Factory, ms-swift",

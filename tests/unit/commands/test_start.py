@@ -418,6 +418,27 @@ def test_the_error_of_a_contradicting_option_has_one_remedy(
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "lists.json",
+            [[{"role": "user", "content": "a"}]],
+            "not a JSON object but list -> an obj",
+        ),
+        ("nested.json", {"data": [{"text": "a"}]}, "-> a file of the rows under 'data': jq -c '.d"),
+        ("numbers.jsonl", 7, "not a JSON object but int"),
+        ("dolly.jsonl", {"instruction": "a", "response": "b", "context": "c"}, "--key input=conte"),
+    ],
+)
+def test_a_file_without_known_rows_is_refused_before_it_is_tokenized(
+    name: str, content: Any, words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / name).write_text(json.dumps(content))
+    assert main(["start", "--model", "base", "--data", name]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_rows_without_text_are_no_documents(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in, nearest
+from bigtrain.data.documents.chat_formats import (
+    FORMATS,
+    Conversations,
+    document_in,
+    nearest,
+    remedy_for,
+)
 from bigtrain.data.documents.conversations import conversation_bytes
 from bigtrain.data.tokenizers.chat_template import ConversationError
 from tests.support.chats import turns
@@ -404,3 +411,71 @@ def test_the_weight_of_a_row_is_not_dropped(more: dict[str, Any], why: str | Non
             continue
         with pytest.raises(ConversationError, match=why):
             document(name, {**row, **more})
+
+
+ASKED = {"question": "q", "response": "a"}
+PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (ASKED, "alpaca --key instruction=question --key output=response"),
+        (
+            ASKED | {"system_prompt": "s", "id": 1},
+            "alpaca --key instruction=question --key output=response --key system=system_prompt",
+        ),
+        (
+            {"instruction": "q", "context": "c", "response": "a", "category": "open"},
+            "alpaca --key output=response --key input=context",
+        ),
+        # Answers that are objects, and turns without a speaker, are no conversation of a format.
+        ({"question": "q", "answer": {"text": ["a"]}, "context": "c"}, ""),
+        ({"conversation": [{"input": "q", "output": "a"}]}, ""),
+        ({"dialogue": ["q", "a"]}, ""),
+        (
+            {"dialogue": PAIR, "system_prompt": "s"},
+            "sharegpt --key conversations=dialogue --key system=system_prompt",
+        ),
+        (
+            {"question": "q", "response_j": "a", "response_k": "b", "score": 1},
+            "preference --key chosen=response_j --key rejected=response_k --key prompt=question",
+        ),
+        (
+            {"chosen_response": PAIR, "rejected_response": [*PAIR[:1], PAIR[1] | {"content": "b"}]},
+            "preference --key chosen=chosen_response --key rejected=rejected_response",
+        ),
+    ],
+)
+def test_suggested_options_read_the_row_that_they_are_suggested_for(
+    row: dict[str, Any], options: str
+) -> None:
+    """With all of its texts, and not at all if no options do."""
+    assert remedy_for(row) == (f" -> --format {options}" if options else "")
+    if not options:
+        return
+    name, *words = options.split()
+    names = dict(word.split("=") for word in words if word != "--key")
+    known = FORMATS[name]
+    keys = tuple(names.get(key, key) for key in known.keys)
+    content, why = document_in(row, keys[:1], Conversations(known, keys))
+    assert content is not None, why
+    for text in row.values():
+        if isinstance(text, str) and len(text) == 1:
+            assert text in re.findall(r"\b[a-z]\b", content.decode().replace("\\n", " "))
+
+
+def test_rows_within_a_list_have_a_command_that_takes_them_out() -> None:
+    remedy = " -> a file of the rows under 'data': jq -c '.data[]' FILE > rows.jsonl"
+    assert remedy_for({"data": [{"text": "a"}], "version": "1.1"}) == remedy
+    _, why = document_in([PAIR[0], PAIR[1]], ("text",), None)
+    assert why.endswith(
+        "-> an object for each conversation: " + "jq -c '.[] | {messages: .}' FILE > rows.jsonl"
+    )
+
+
+def test_the_context_of_a_question_is_not_left_out() -> None:
+    row = {"instruction": "q", "output": "a", "context": "c"}
+    with pytest.raises(ConversationError, match="context would not be read -> --key input=context"):
+        document("alpaca", row)
+    assert document("alpaca", row, ignored=("context",))["messages"][0]["content"] == "q"
