@@ -91,6 +91,11 @@ class NewRun:
         return (Path(self.data) / "manifest.json").is_file()
 
     @property
+    def tokenizer(self) -> str:
+        """Tokenizer of a command line: of the model, or a word in its place."""
+        return self.model or "TOKENIZER"
+
+    @property
     def rows(self) -> Rows | None:
         """Rows of answers that the options name; None for documents."""
         return PAIRS.name if self.preference else None
@@ -230,7 +235,7 @@ def with_checked_inputs(
     row_format = None
     if not new_run.is_tokenized and not new_run.names_nothing_here:
         row_format, data_problems, note = inspect_data(
-            new_run.data, is_text=is_text, has_pairs=new_run.preference
+            new_run.data, new_run.tokenizer, is_text=is_text, has_pairs=new_run.preference
         )
         problems += data_problems
         if note:
@@ -238,6 +243,7 @@ def with_checked_inputs(
     if row_format is not None:
         problems += row_problems(
             new_run.data,
+            new_run.tokenizer,
             row_format,
             chat=new_run.chat,
             preference=new_run.preference,
@@ -463,11 +469,8 @@ def _next_commands(
     """Yield the next commands, in order."""
     quoted = shlex.quote(str(output))
     if not new_run.is_tokenized:
-        tokenizer = new_run.model or "TOKENIZER"
-        yield (
-            f"bigtrain tokenize --input {shlex.quote(new_run.data)} --tokenizer "
-            f"{shlex.quote(tokenizer)} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
-        )
+        names = f"--input {shlex.quote(new_run.data)} --tokenizer {shlex.quote(new_run.tokenizer)}"
+        yield f"bigtrain tokenize {names} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
     yield f"bigtrain check --config {quoted} --world-size {num_ranks}"
     yield train_line(["--config", str(output)], num_ranks, ranks_per_node)
     directory = load_config(output).output.directory

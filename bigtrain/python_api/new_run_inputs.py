@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,14 +109,14 @@ def model_problems(option: str, name: str) -> tuple[list[Problem], str]:
 
 
 def inspect_data(
-    data: str, *, is_text: bool = False, has_pairs: bool = False
+    data: str, tokenizer: str, *, is_text: bool = False, has_pairs: bool = False
 ) -> tuple[str | None, list[Problem], str]:
     """Return the format of the first rows of untokenized `data` (``text``, or a ``--format`` of
     `bigtrain tokenize`; None if unknown), the problems, and a note on what could not be looked for.
 
-    is_text, has_pairs: the format that the user named. Refused are missing and empty data, files of
-    settings, and rows without text. An address is not read; the Hub is asked for a dataset of a
-    name that is no path here.
+    tokenizer: for the commands of remedies. is_text, has_pairs: the format that the user named.
+    Refused are missing and empty data, files of settings, and rows without text. An address is not
+    read; the Hub is asked for a dataset of a name that is no path here.
     """
     from bigtrain.data.documents.chat_formats import remedy_for
     from bigtrain.data.documents.discovery import find_sources
@@ -162,8 +163,14 @@ def inspect_data(
     options = options or "--text-key KEY"
     if not options.startswith("--"):
         return None, [Problem("--data", data, rule, options)], ""
-    remedy = f"bigtrain tokenize {options}, and then --data with the directory it writes"
+    remedy = _tokenize_remedy(data, tokenizer, options)
     return None, [Problem("--data", data, rule, remedy)], ""
+
+
+def _tokenize_remedy(data: str, tokenizer: str, options: str) -> str:
+    """Return the command that tokenizes `data` with `options`, and what to type after it."""
+    names = f"--input {shlex.quote(data)} --tokenizer {shlex.quote(tokenizer)}"
+    return f"bigtrain tokenize {names} {options} --output shards/, and then --data shards/"
 
 
 def _hub_data_problems(data: str) -> tuple[list[Problem], str]:
@@ -183,7 +190,7 @@ def _hub_data_problems(data: str) -> tuple[list[Problem], str]:
 
 
 def row_problems(
-    data: str, row_format: str, *, chat: bool, preference: bool, infers: bool
+    data: str, tokenizer: str, row_format: str, *, chat: bool, preference: bool, infers: bool
 ) -> list[Problem]:
     """Return the problems of options that contradict the format of the first rows of `data`, or
     that the format needs. infers: without options the format decides."""
@@ -205,7 +212,7 @@ def row_problems(
         return []
     remedy = f"add {needed}"
     if not needed:
-        remedy = f"bigtrain tokenize --format {row_format}, and then --data with what it writes"
+        remedy = _tokenize_remedy(data, tokenizer, f"--format {row_format}")
     return [Problem("--data", data, f"has {text}", remedy)]
 
 

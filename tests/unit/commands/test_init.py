@@ -312,7 +312,11 @@ ROWS = {
     [
         ("chats", [], "has rows of --format messages -> add --chat"),
         ("pairs", [], "has rows of --format preference -> add --preference"),
-        ("rated", [], "-> bigtrain tokenize --format "),
+        (
+            "rated",
+            [],
+            "-> bigtrain tokenize --input rated.jsonl --tokenizer TOKENIZER --format kto",
+        ),
         (
             "other",
             [],

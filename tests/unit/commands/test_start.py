@@ -444,7 +444,8 @@ def test_rows_without_text_are_no_documents(
 ) -> None:
     assert main(["start", "--model", "base", "--data", "chats.jsonl", "--text"]) == 2
     rule = "--data = 'chats.jsonl': its first row has the keys messages, and no text -> bigtrain "
-    assert rule + "tokenize --text-key KEY" in capsys.readouterr().err
+    command = "tokenize --input chats.jsonl --tokenizer base --text-key KEY --output shards/"
+    assert f"{rule}{command}, and then --data shards/" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
