@@ -17,10 +17,15 @@ from bigtrain.planner.seconds.kernels import attention_shares, matmul_seconds, m
 from bigtrain.planner.tables.engines import engine_named
 from bigtrain.planner.tables.hardware import Device, find_device
 
-_H100 = find_device("H100-80GB")
-assert _H100.measured_reach is not None
-H100 = replace(_H100, reach=_H100.measured_reach)
-"""The device with the rates that were measured on one, as the planner prices with them."""
+
+def priced_device(name: str) -> Device:
+    """Return the device called `name` ("B200") as the planner prices with it: with the rates that
+    were measured on one, or else those that are fitted to published rows."""
+    device = find_device(name)
+    return replace(device, reach=device.measured_reach or device.reach)
+
+
+H100 = priced_device("H100-80GB")
 HOST_SECONDS = engine_named("deepspeed").kernel_host_seconds
 """Of the host, to launch a kernel."""
 

@@ -11,10 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_proof.fake_cuda import why_not
+from benchmarks.gpu_roofline import __main__ as gpu_roofline
 from benchmarks.gpu_roofline.__main__ import LIMIT, kernels_of, part_of_fused, shape_of
 from benchmarks.gpu_roofline.kernel import Kernel
 from benchmarks.gpu_roofline.layouts import AIM, BEGIN, END, PAGE, Priced, table, with_table
-from benchmarks.gpu_roofline.pricing import H100, price, seconds_of
+from benchmarks.gpu_roofline.pricing import H100, price, priced_device, seconds_of
 from benchmarks.gpu_roofline.recorder import KernelRecorder, exchange_bytes
 from benchmarks.gpu_roofline.replicas import (
     LAYOUTS,
@@ -24,9 +25,11 @@ from benchmarks.gpu_roofline.replicas import (
     num_parameters,
     traced_kernels,
 )
-from benchmarks.gpu_roofline.rows import MEASURED
+from benchmarks.gpu_roofline.rows import FURTHER, MEASURED, Row
 from benchmarks.gpu_roofline.triton_launches import loads_and_stores
+from benchmarks.support.points import SIZES
 from bigtrain.planner.seconds.communication import Group
+from bigtrain.planner.tables.hardware import find_device
 
 REASON = why_not()
 MIB = 1 << 20
@@ -212,3 +215,47 @@ def test_a_default_below_the_aim_names_its_parts() -> None:
     with pytest.raises(ValueError, match="has no"):
         with_table("a page", text)
     assert BEGIN in PAGE.read_text(encoding="utf-8")
+
+
+def test_steps_are_priced_on_the_device_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the planner's rates, kernels for its compute capability, and no row that was measured on
+    another device."""
+    asked: list[tuple[str, int]] = []
+
+    def product_kernels(row: Row, capability: int) -> list[Kernel]:
+        asked.append((row.name, capability))
+        return [product(8192, 8192, 8192)]
+
+    monkeypatch.setattr(gpu_roofline, "kernels_of", product_kernels)
+    monkeypatch.setattr(gpu_roofline, "why_not", lambda: None)
+    assert gpu_roofline.main(["--gpu", "B200"]) == 0
+    assert asked == [(row.name, 100) for row in FURTHER]
+    assert "On one B200" in capsys.readouterr().out
+    b200 = find_device("B200")
+    peak = b200.peak_flops * b200.reach.matmul
+    assert priced_device("B200") == b200
+    assert seconds_of(product(8192, 8192, 8192), b200) > 2 * 8192**3 / peak
+    assert gpu_roofline.main(["--only", "bare loop"]) == 1  # an H100 measured another rate
+    assert asked[-1] == ("bare loop", 90)
+
+
+def test_layers_are_compiled_for_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[tuple[str, ...]] = []
+
+    def answer(module: str, _: object, *words: str) -> list[Any]:
+        options.append((module.rpartition(".")[2], *words))
+        fused = {"forward": [{"operations": ["aten.exp"], "num_bytes": 7}], "backward": []}
+        traced = {"name": "mul", "part": "norms", "num_bytes": 5, "is_in_layer": True}
+        update = [{"loads": 5, "stores": 4}]
+        fused_step = {**fused, "update": update}
+        return [fused_step if module.endswith("fused_layer") else [{**traced, "product": None}]]
+
+    monkeypatch.setattr(gpu_roofline, "answers", answer)
+    gpu_roofline._fused.cache_clear()
+    (compiled,) = (row for row in FURTHER if row.name == "today, compiled layers")
+    kernels = kernels_of(compiled, 100)
+    gpu_roofline._fused.cache_clear()
+    assert options == [("traced_step",), ("fused_layer", "100")]
+    assert [kernel.num_bytes for kernel in kernels] == [7] * SIZES["1b"]["num_hidden_layers"]
