@@ -41,9 +41,10 @@ def answers(module: str, argument: Any, *options: str) -> list[Any]:
 
 
 @cache
-def _fused(micro_batch_size: int, size: str, capability: int) -> list[Kernel]:
+def _fused(micro_batch_size: int, size: str, float8: str, capability: int) -> list[Kernel]:
     """Return the kernels that Inductor generates for a decoder layer, of both passes."""
     point = {**asdict(MEASURED[0].point), "size": size, "micro_batch_size": micro_batch_size}
+    point["float8"] = float8
     (schedules,) = answers("benchmarks.gpu_roofline.fused_layer", point, str(capability))
     update = schedules.pop("update")
     # Masters, gradients, moments and factors are read, parameters only written: 30 bytes.
@@ -65,6 +66,8 @@ def part_of_fused(operations: Sequence[str]) -> str:
         return "activations"
     if names & {"neg", "cat", "slice", "slice_scatter"}:
         return "rotary"
+    if names & {"amax", "max", "clamp", "clamp_min", "abs", "reciprocal"}:
+        return "casts"
     return "norms" if "sum" in names else "residuals"
 
 
@@ -84,29 +87,36 @@ def kernels_of(row: Row, capability: int = 90) -> list[Kernel]:
         return kernels
     times = SIZES[row.point.size]["num_hidden_layers"] * row.point.accumulation
     outside = [kernel for kernel in kernels if not kernel.is_in_layer or kernel.flops]
-    return outside + times * _fused(row.point.micro_batch_size, row.point.size, capability)
+    traced_point = row.point
+    fused = _fused(
+        traced_point.micro_batch_size, traced_point.size, traced_point.float8, capability
+    )
+    return outside + times * fused
 
 
 def shape_of(row: Row) -> Shape:
     """Return what the least of a step of `row` follows from."""
-    size = SIZES[row.point.size]
-    hidden, wide, vocabulary = (
-        size[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    num_heads = size["num_attention_heads"]
-    key_width = hidden // num_heads * size.get("num_key_value_heads", num_heads)
+    size: Any = row.point.model_config or SIZES[row.point.size]
+    hidden, num_heads = size["hidden_size"], size["num_attention_heads"]
+    head_size = size.get("head_dim", hidden // num_heads)
+    query_width = num_heads * head_size
+    key_width = head_size * size.get("num_key_value_heads", num_heads)
+    num_experts = size.get("num_experts", 1)
+    wide = size["moe_intermediate_size" if num_experts > 1 else "intermediate_size"]
     layers = size["num_hidden_layers"]
-    per_layer = 2 * hidden * hidden + 2 * hidden * key_width + 3 * hidden * wide + 2 * hidden
+    per_layer = 2 * hidden * (query_width + key_width) + 2 * hidden
+    per_layer += num_experts * 3 * hidden * wide + (hidden * num_experts if num_experts > 1 else 0)
+    tables = 1 if size.get("tie_word_embeddings", True) else 2
     return Shape(
-        num_parameters=layers * per_layer + vocabulary * hidden + hidden,
+        num_parameters=layers * per_layer + tables * size["vocab_size"] * hidden + hidden,
         num_tokens=row.tokens,
         num_passes=row.point.accumulation,
         hidden=hidden,
-        intermediate=wide,
+        intermediate=wide * size.get("num_experts_per_tok", 1),
         num_layers=layers,
-        query_width=hidden,
+        query_width=query_width,
         key_width=key_width,
-        vocabulary=vocabulary,
+        vocabulary=size["vocab_size"],
     )
 
 

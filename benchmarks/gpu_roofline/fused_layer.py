@@ -46,6 +46,11 @@ def fused_kernels(point: Any, capability: int) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+        if point.float8 != "none":
+            from bigtrain.models.layers.float8 import install_float8, plan_float8
+
+            num_tokens = batch.micro_batch_size * batch.sequence_length
+            install_float8(model, plan_float8(model, point.float8, 1, num_tokens)[0])
         ((_, layer),) = decoder_layers(model)
         shape = (batch.micro_batch_size, batch.sequence_length, hf_config.hidden_size)
         hidden = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=True)
