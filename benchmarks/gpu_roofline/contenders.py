@@ -70,7 +70,7 @@ def record_step(point: Point, num_ranks: int = 1, *, is_before: bool = False) ->
     run = resolve_run(run.config, num_ranks, point.engine_name, "cuda")
     (contender,) = point.contenders
     recorder = KernelRecorder()
-    if point.kernels == "liger":
+    if "liger" in (point.kernels, point.loss):
         record_launches(recorder.add_launch)
     with fake_cuda_tensors(lambda tensor: [1] * tensor.numel()):
         step = _STEPS[contender](Contestant(run, hf_config, plan, recorder))

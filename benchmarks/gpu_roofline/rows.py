@@ -58,6 +58,7 @@ FURTHER = (
     Row("today, 1 GiB", _POINT),
     Row("today, Liger's layers", replace(_POINT, kernels="liger")),
     Row("today, compiled layers", replace(_POINT, compile="on")),
+    Row("today, compiled, Liger's loss", replace(_POINT, compile="on", loss="liger")),
     Row("today, compiled, 8 passes", replace(_POINT, compile="on", accumulation=8)),
     Row("today, compiled, float8", replace(_POINT, compile="on", float8="tensorwise")),
     Row("today, experts", replace(_POINT, model_config=_experts(), micro_batch_size=2)),
