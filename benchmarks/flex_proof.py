@@ -21,6 +21,8 @@ HEAD_SIZES, HEADS, KEY_HEADS, TOKENS = (64, 128), 32, 8, 2048
 _SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
 """That a block may ask for, by compute capability (CUDA C++ Programming Guide, table of technical
 specifications)."""
+_NUM_UNITS = {80: 108, 90: 132, 100: 148}
+"""Multiprocessors of A100, H100 and B200 (bigtrain/planner/tables/hardware.json)."""
 
 
 def stand_in_for_the_driver(capability: int) -> None:
@@ -34,7 +36,8 @@ def stand_in_for_the_driver(capability: int) -> None:
     shared = _SHARED_BYTES[capability]
     properties = SimpleNamespace(
         name="fake", major=capability // 10, minor=capability % 10, warp_size=32,
-        multi_processor_count=132, regs_per_multiprocessor=1 << 16, total_memory=80 << 30,
+        multi_processor_count=_NUM_UNITS[capability], regs_per_multiprocessor=1 << 16,
+        total_memory=80 << 30,
         max_threads_per_multi_processor=2048, max_threads_per_block=1024, gcnArchName="",
         shared_memory_per_block=48 << 10, shared_memory_per_block_optin=shared,
         shared_memory_per_multiprocessor=shared + 1024, L2_cache_size=50 << 20,

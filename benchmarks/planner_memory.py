@@ -86,6 +86,18 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2 offload": ("zero2_offload", {}),
     "zero3 offload": ("zero3_offload", {}),
     "zero3 offload optimizer": ("zero3_offload_optimizer", {}),
+    "zero0 frozen": ("zero0", {"model": {"frozen": ["*embed*", "*layers.[01].*"]}}),
+    "zero1 frozen": ("zero1", {"model": {"frozen": ["*embed*", "*layers.[01].*"]}}),
+    "zero2 frozen": ("zero2", {"model": {"frozen": ["*self_attn*", "*lm_head*"]}}),
+    "zero3 frozen": ("zero3", {"model": {"frozen": ["*self_attn*", "*lm_head*"]}}),
+    "zero1 bf16 frozen": (
+        "zero1",
+        {"model": {"frozen": ["*mlp*"], **CHUNKS}, "precision": {"dtype": "bfloat16"}},
+    ),
+    "zero1 frozen recompute": (
+        "zero1",
+        {"model": {"frozen": ["*embed*", "*layers.[01].*"], "gradient_checkpointing": "full"}},
+    ),
     "zero1 ep2": ("zero1", {"parallel": {"expert": 2}}),
     "zero2 ep2": ("zero2", {"parallel": {"expert": 2}}),
     "zero3 ep2": ("zero3", {"parallel": {"expert": 2}}),
@@ -215,7 +227,8 @@ def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
     config = RunConfig.model_validate(case["config"])
     run = resolve_run(config, world_size, case["engine"], "cpu")
     hf_config = AutoConfig.from_pretrained(config.model.path)
-    model = trace_model(hf_config, getattr(torch, config.precision.dtype))
+    dtype = getattr(torch, config.precision.dtype)
+    model = trace_model(hf_config, dtype, frozen=config.model.frozen)
     layout = layout_of(run)
     num_tokens = layout.tokens_per_micro_batch
     loss_chunk_tokens = auto_loss_chunk(config.model, model, num_tokens)

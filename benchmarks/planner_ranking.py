@@ -59,8 +59,11 @@ class Ranking:
         }
         config.write_text(json.dumps(tree))
         gpus = f"{world_size}xCPU"
-        args = PlanArguments(config=str(config), gpus=gpus, hardware=hardware, nodes_of=world_size)
-        plan = ranked_layouts(args, varies=False)
+        args = PlanArguments(
+            config=str(config), gpus=gpus, hardware=hardware, nodes_of=world_size,
+            as_configured=True,
+        )  # fmt: skip
+        plan = ranked_layouts(args)
         self.candidates: list[Candidate] = plan.fitting
         self.cases = []
         for key, candidate in enumerate(plan.fitting):

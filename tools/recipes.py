@@ -2,33 +2,33 @@
 
 A recipe asks for it with one comment, which stays::
 
-    # Layout: what `bigtrain plan --config NAME --gpus 8xH100-80GB --write DIR` takes.
+    # Layout: what `bigtrain plan --config NAME --gpus 8xH100 --as-configured --write DIR` takes.
 
-The plan's prediction is in the comment lines below, its settings are in the keys of `KEYS`. With
-``--check`` nothing is written, and the exit code is 1 where a recipe differs from the plan. Hub
-names are planned from ``bigtrain/recipes/configs/``: each model's config.json, in the
-names of transformers 5, without keys that change nothing. Runs read the hub's own.
-Loss and buckets stay what a run decides by itself.
+The layout is that of this command, whatever its options are. The plan's prediction is in the
+comment lines below, its settings are in the keys of `KEYS`; loss and buckets, which are not, stay
+what a run decides by itself: --as-configured. With ``--check`` nothing is written, and the exit
+code is 1 where a recipe differs from the plan. Hub names are planned from
+``bigtrain/recipes/configs/``: each model's config.json, in the names of transformers 5, without
+keys that change nothing. Runs read the hub's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from pathlib import Path
 
 from bigtrain.commands.plan import PlanArguments, ranked_layouts
+from bigtrain.commands.registry import build_parser
 from bigtrain.errors import BigtrainError, LaunchError, ModelError
 from bigtrain.planner.search import Candidate, Cluster
+from bigtrain.system.arguments import read_arguments
 from bigtrain.system.shipped_files import recipes
 
 GIB = 2.0**30
-ASKS = re.compile(
-    r"^# Layout: what `bigtrain plan --config (\S+) --gpus (\S+) --write DIR` takes\.\n"
-    r"((?:# .*\n)*)",
-    re.M,
-)
+ASKS = re.compile(r"^(# Layout: what `bigtrain plan (.+)` takes\.\n)((?:# .*\n)*)", re.M)
 KEYS = ("micro_batch_size", "gradient_checkpointing", "parallel", "deepspeed_config")
 OF_LONG_SAMPLES = {"activation_offload": "false", "tiled_mlp": "'off'"}
 """Keys that a recipe needs if its layout has another value."""
@@ -66,17 +66,20 @@ def planned_recipes() -> list[Path]:
     ]
 
 
-def hardware_of(text: str) -> tuple[str, str]:
-    """Return the recipe's name and its devices, as a recipe's text has them: ``8xH100-80GB``."""
+def command_of(text: str) -> PlanArguments:
+    """Return the arguments of the command that a recipe's text names."""
     match = ASKS.search(text)
     assert match is not None
-    return match[1], match[2]
+    arguments = build_parser("plan").parse_args(["plan", *shlex.split(match[2])])
+    command: PlanArguments = read_arguments(arguments)
+    return command
 
 
 def with_layout(text: str) -> str:
     """Return a recipe's text with the current plan."""
-    name, gpus = hardware_of(text)
-    plan = ranked_layouts(PlanArguments(config=name, gpus=gpus), varies=False)
+    command = command_of(text)
+    name, gpus = command.config, command.gpus
+    plan = ranked_layouts(command)
     if plan.model.source != "traced":
         raise ModelError(
             f"the plan of {name} is by a closed form, not of the traced model: {plan.remark} -> "
@@ -85,8 +88,7 @@ def with_layout(text: str) -> str:
     best = plan.fitting[plan.default_choice - 1]
     if best.is_tight(plan.cluster):
         raise LaunchError(f"every layout of {name} on {gpus} is tight -> give it other hardware")
-    asks = f"# Layout: what `bigtrain plan --config {name} --gpus {gpus} --write DIR` takes.\n"
-    text = ASKS.sub(lambda _: asks + prediction(best, plan.cluster), text, count=1)
+    text = ASKS.sub(lambda match: match[1] + prediction(best, plan.cluster), text, count=1)
     for key, value in settings_of(best).items():
         if OF_LONG_SAMPLES.get(key) == value and f" {key}:" not in text:
             continue

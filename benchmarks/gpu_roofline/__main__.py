@@ -1,5 +1,5 @@
-"""Price optimizer steps on an H100 that is not here, kernel by kernel and by part, and compare the
-prices with the steps that were measured on one."""
+"""Price optimizer steps on a GPU that is not here, kernel by kernel and by part, and compare the
+prices with the steps that were measured on an H100."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from typing import Any
 
 from benchmarks.gpu_proof.fake_cuda import why_not
 from benchmarks.gpu_roofline.kernel import PARTS, Kernel
-from benchmarks.gpu_roofline.pricing import H100, Roofline, Shape, price
+from benchmarks.gpu_roofline.pricing import Roofline, Shape, price, priced_device
 from benchmarks.gpu_roofline.rows import FURTHER, MEASURED, Row
 from benchmarks.support.points import SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATE_PARTS = ("gradients", "optimizer", "exchange")
+CAPABILITIES = {"H100": 90, "B200": 100}
+"""Devices that steps are priced on, with the compute capability that layers are compiled for."""
 LIMIT = 0.1
 """Largest relative error of a predicted step that was measured."""
 
@@ -39,10 +41,11 @@ def answers(module: str, argument: Any, *options: str) -> list[Any]:
 
 
 @cache
-def _fused(micro_batch_size: int, size: str) -> list[Kernel]:
+def _fused(micro_batch_size: int, size: str, float8: str, capability: int) -> list[Kernel]:
     """Return the kernels that Inductor generates for a decoder layer, of both passes."""
     point = {**asdict(MEASURED[0].point), "size": size, "micro_batch_size": micro_batch_size}
-    (schedules,) = answers("benchmarks.gpu_roofline.fused_layer", point)
+    point["float8"] = float8
+    (schedules,) = answers("benchmarks.gpu_roofline.fused_layer", point, str(capability))
     update = schedules.pop("update")
     # Masters, gradients, moments and factors are read, parameters only written: 30 bytes.
     if update != [{"loads": 5, "stores": 4}]:
@@ -63,6 +66,8 @@ def part_of_fused(operations: Sequence[str]) -> str:
         return "activations"
     if names & {"neg", "cat", "slice", "slice_scatter"}:
         return "rotary"
+    if names & {"amax", "max", "clamp", "clamp_min", "abs", "reciprocal"}:
+        return "casts"
     return "norms" if "sum" in names else "residuals"
 
 
@@ -71,9 +76,9 @@ def kernel_of(values: dict[str, Any]) -> Kernel:
     return Kernel(**{**values, "product": values["product"] and tuple(values["product"])})
 
 
-def kernels_of(row: Row) -> list[Kernel]:
-    """Return the kernels of a step of `row`. Of compiled layers, Inductor's instead of those that
-    the trace shows."""
+def kernels_of(row: Row, capability: int = 90) -> list[Kernel]:
+    """Return the kernels of a step of `row`. Of compiled layers, Inductor's for a device of compute
+    `capability` instead of those that the trace shows."""
     point = asdict(replace(row.point, compile="off"))
     options = ["--before"] if row.measured else []
     (traced,) = answers("benchmarks.gpu_roofline.traced_step", point, *options)
@@ -82,29 +87,36 @@ def kernels_of(row: Row) -> list[Kernel]:
         return kernels
     times = SIZES[row.point.size]["num_hidden_layers"] * row.point.accumulation
     outside = [kernel for kernel in kernels if not kernel.is_in_layer or kernel.flops]
-    return outside + times * _fused(row.point.micro_batch_size, row.point.size)
+    traced_point = row.point
+    fused = _fused(
+        traced_point.micro_batch_size, traced_point.size, traced_point.float8, capability
+    )
+    return outside + times * fused
 
 
 def shape_of(row: Row) -> Shape:
     """Return what the least of a step of `row` follows from."""
-    size = SIZES[row.point.size]
-    hidden, wide, vocabulary = (
-        size[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    num_heads = size["num_attention_heads"]
-    key_width = hidden // num_heads * size.get("num_key_value_heads", num_heads)
+    size: Any = row.point.model_config or SIZES[row.point.size]
+    hidden, num_heads = size["hidden_size"], size["num_attention_heads"]
+    head_size = size.get("head_dim", hidden // num_heads)
+    query_width = num_heads * head_size
+    key_width = head_size * size.get("num_key_value_heads", num_heads)
+    num_experts = size.get("num_experts", 1)
+    wide = size["moe_intermediate_size" if num_experts > 1 else "intermediate_size"]
     layers = size["num_hidden_layers"]
-    per_layer = 2 * hidden * hidden + 2 * hidden * key_width + 3 * hidden * wide + 2 * hidden
+    per_layer = 2 * hidden * (query_width + key_width) + 2 * hidden
+    per_layer += num_experts * 3 * hidden * wide + (hidden * num_experts if num_experts > 1 else 0)
+    tables = 1 if size.get("tie_word_embeddings", True) else 2
     return Shape(
-        num_parameters=layers * per_layer + vocabulary * hidden + hidden,
+        num_parameters=layers * per_layer + tables * size["vocab_size"] * hidden + hidden,
         num_tokens=row.tokens,
         num_passes=row.point.accumulation,
         hidden=hidden,
-        intermediate=wide,
+        intermediate=wide * size.get("num_experts_per_tok", 1),
         num_layers=layers,
-        query_width=hidden,
+        query_width=query_width,
         key_width=key_width,
-        vocabulary=vocabulary,
+        vocabulary=size["vocab_size"],
     )
 
 
@@ -144,16 +156,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     predicted more than `LIMIT` off."""
     parser = argparse.ArgumentParser(prog="gpu_roofline", description=__doc__)
     parser.add_argument("--only", default="", help="steps whose name contains this text")
+    parser.add_argument(
+        "--gpu",
+        default="H100",
+        choices=CAPABILITIES,
+        help="(default: H100, on which six were measured)",
+    )
     args = parser.parse_args(argv)
     if reason := why_not():
         print(f"gpu_roofline: {reason}", file=sys.stderr)
         return 2
-    priced = {}
-    for row in (*MEASURED, *FURTHER):
+    device, priced = priced_device(args.gpu), {}
+    for row in (*MEASURED, *FURTHER) if args.gpu == "H100" else FURTHER:
         if args.only in row.name:
-            priced[row.name] = (row, price(kernels_of(row), H100, shape_of(row)))
+            kernels = kernels_of(row, CAPABILITIES[args.gpu])
+            priced[row.name] = (row, price(kernels, device, shape_of(row)))
             print(f"{row.name}: {priced[row.name][1].seconds * 1e3:.0f} ms", flush=True)
-    print(f"\nOn one {H100.name}:\n\n{table(priced)}", end="")
+    print(f"\nOn one {device.name}:\n\n{table(priced)}", end="")
     far = [
         row.name for row, roofline in priced.values()
         if row.measured and abs(row.tokens / roofline.seconds / row.measured - 1) > LIMIT

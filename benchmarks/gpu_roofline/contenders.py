@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ def record_step(point: Point, num_ranks: int = 1, *, is_before: bool = False) ->
     hf_config = load_hf_config(run.config.model)
     plan, problems = choose(run.config, hf_config, run.plan)
     assert plan is not None, problems
+    if plan.float8.recipe != "none":  # emulated where there is no GPU
+        plan = replace(plan, float8=replace(plan.float8, is_emulated=False))
     stand_in_for_cuda(lambda _: None)
     # transformers reads from the positions whether samples are one document each, as they are here.
     masking_utils.find_packed_sequence_indices = lambda *_, **__: None
@@ -68,7 +70,7 @@ def record_step(point: Point, num_ranks: int = 1, *, is_before: bool = False) ->
     run = resolve_run(run.config, num_ranks, point.engine_name, "cuda")
     (contender,) = point.contenders
     recorder = KernelRecorder()
-    if point.kernels == "liger":
+    if "liger" in (point.kernels, point.loss):
         record_launches(recorder.add_launch)
     with fake_cuda_tensors(lambda tensor: [1] * tensor.numel()):
         step = _STEPS[contender](Contestant(run, hf_config, plan, recorder))

@@ -1,6 +1,7 @@
 """Kernels of one compiled decoder layer, from Inductor's schedule on fake CUDA tensors:
-``python -m benchmarks.gpu_roofline.fused_layer POINT``, which `__main__` starts with Triton on the
-path. Nothing is run; what asks a driver is stood in for as in `benchmarks.flex_proof`.
+``python -m benchmarks.gpu_roofline.fused_layer POINT CAPABILITY``, which `__main__` starts with
+Triton on the path; CAPABILITY: 90 for H100, 100 for B200. Nothing is run; what asks a driver is
+stood in for as in `benchmarks.flex_proof`.
 
 Prints JSON: for the forward and the backward pass the bytes of each kernel that Inductor generates
 after fusion, and how many tensors the kernel of the optimizer's update loads and stores. Products
@@ -19,9 +20,9 @@ from typing import Any
 from benchmarks.gpu_proof.fake_cuda import load_before_torch
 
 
-def fused_kernels(point: Any, capability: int = 90) -> dict[str, Any]:
-    """Return the generated kernels of the first decoder layer at `point`, by pass: their fused
-    operations and bytes."""
+def fused_kernels(point: Any, capability: int) -> dict[str, Any]:
+    """Return the kernels of the first decoder layer at `point` that are generated for a device of
+    compute `capability` (90: 9.0), by pass: their fused operations and bytes."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -45,6 +46,11 @@ def fused_kernels(point: Any, capability: int = 90) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+        if point.float8 != "none":
+            from bigtrain.models.layers.float8 import install_float8, plan_float8
+
+            num_tokens = batch.micro_batch_size * batch.sequence_length
+            install_float8(model, plan_float8(model, point.float8, 1, num_tokens)[0])
         ((_, layer),) = decoder_layers(model)
         shape = (batch.micro_batch_size, batch.sequence_length, hf_config.hidden_size)
         hidden = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=True)
@@ -99,8 +105,8 @@ def _fused_update() -> list[dict[str, int]]:
 def _attend(
     _module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: Any = None, **_: Any
 ) -> tuple[Any, None]:
-    """transformers' ``sdpa`` with the kernel that an H100 takes: torch's CPU build would take none
-    of the fused ones."""
+    """transformers' ``sdpa`` with one of the fused kernels that a GPU takes: torch's CPU build
+    would take none of them."""
     import torch
 
     flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -142,7 +148,8 @@ def main() -> None:
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    answers.write(json.dumps(fused_kernels(Point(**json.loads(sys.argv[1])))) + "\n")
+    kernels = fused_kernels(Point(**json.loads(sys.argv[1])), int(sys.argv[2]))
+    answers.write(json.dumps(kernels) + "\n")
     answers.flush()
 
 

@@ -12,9 +12,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from bigtrain.planner.layout import Layout
+from bigtrain.planner.model_costs import LayerCosts, ModelCosts
+from bigtrain.planner.step_time import StepTime, step_time
+from bigtrain.planner.tables.engines import engine_named
+from bigtrain.planner.tables.hardware import Device
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- written by benchmarks.gpu_roofline.layouts -->", "<!-- end -->"
@@ -43,6 +49,11 @@ DEFAULTS = (
 )  # fmt: skip
 
 
+PRODUCTS, EXPERTS, ATTENTION = "other products", "products of experts", "attention"
+COMPUTING = (PRODUCTS, EXPERTS, ATTENTION)
+"""Parts of a step whose FLOPs count for utilization."""
+
+
 @dataclass(frozen=True)
 class Priced:
     """A step of a default: its layout in words, tokens per second and GPU, utilization, and the
@@ -59,17 +70,56 @@ class Priced:
         if self.utilization >= AIM:
             return ""
         total = sum(self.seconds.values())
-        products = self.seconds["matmul"] / total
+        computing = sum(self.seconds.get(name, 0.0) for name in COMPUTING) / total
         others = sorted(self.seconds.items(), key=lambda item: -item[1])
         shares = ", ".join(
             f"{name} {seconds / total:.0%}"
-            for name, seconds in others if name != "matmul" and seconds / total >= 0.01
+            for name, seconds in others if name not in COMPUTING and seconds / total >= 0.01
         )  # fmt: skip
-        during = self.utilization / products
+        during = self.utilization / computing
         return (
-            f"- {self.name}: products and attention take {products:.0%} of the step and reach "
+            f"- {self.name}: products and attention take {computing:.0%} of the step and reach "
             f"{during:.0%} of the peak there; the rest is {shares}."
         )
+
+
+def parts_of(model: ModelCosts, layout: Layout, device: Device) -> dict[str, float]:
+    """Return the seconds of a step of bigtrain by part: the planner's terms without recomputation,
+    with attention, products of experts and what their MLPs move apart; then recomputation, of
+    whatever kind. A part takes as long as a step without it is shorter."""
+    engine = engine_named("deepspeed")
+    if layout.fused_layers:
+        model = model.with_fused_operations
+
+    def once(change: Callable[[LayerCosts], LayerCosts] = lambda kind: kind) -> StepTime:
+        kinds = tuple(replace(change(kind), fused=None) for kind in model.kinds)
+        plain = layout.changed(recompute="none")
+        return step_time(replace(model, kinds=kinds), plain, device, engine)
+
+    def without_experts(kind: LayerCosts) -> LayerCosts:
+        dense = tuple(matmul for matmul in kind.matmuls if matmul.num_groups == 1)
+        kept = 1 - kind.mlp.moved * (len(dense) < len(kind.matmuls))
+        return replace(
+            kind,
+            matmuls=dense,
+            moved_bytes_whole=kind.moved_bytes_whole * kept,
+            moved_bytes_cut=kind.moved_bytes_cut * kept,
+        )
+
+    whole, plain, dense = step_time(model, layout, device, engine), once(), once(without_experts)
+    experts = plain.matmul - dense.matmul
+    attention = plain.matmul - once(lambda kind: replace(kind, attention=None)).matmul
+    terms = plain.terms() | {
+        "memory-bound": dense.memory_bound,
+        "dispatch and activations of experts": plain.memory_bound - dense.memory_bound,
+    }
+    return {
+        PRODUCTS: terms.pop("matmul") - experts - attention,
+        EXPERTS: experts,
+        ATTENTION: attention,
+        **terms,
+        "recomputation": whole.total - plain.total,
+    }
 
 
 def price(default: Default) -> Priced:
@@ -113,7 +163,7 @@ def price(default: Default) -> Priced:
     rate = best.tokens_per_second / num_devices
     return Priced(
         f"{default.name}, {num_devices} GPU{'s' * (num_devices > 1)}", layout, rate, utilization,
-        best.time.terms(),
+        parts_of(found.model, best.layout, device),
     )  # fmt: skip
 
 
@@ -125,8 +175,7 @@ def table(steps: Sequence[Priced]) -> str:
     lines.append("| layout | " + " | ".join(step.layout for step in steps) + " |")
     for name in names:
         cells = (step.seconds.get(name, 0.0) / sum(step.seconds.values()) for step in steps)
-        label = "products and attention" if name == "matmul" else name
-        lines.append(f"| {label} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{cell:.1%}" for cell in cells) + " |")
     lines.append(
         "| tokens/s/GPU | " + " | ".join(f"{step.tokens_per_second:,.0f}" for step in steps) + " |"
     )

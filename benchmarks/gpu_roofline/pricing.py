@@ -8,6 +8,7 @@ is fitted to the rows that `rows` compares with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,10 +18,18 @@ from bigtrain.planner.seconds.kernels import attention_shares, matmul_seconds, m
 from bigtrain.planner.tables.engines import engine_named
 from bigtrain.planner.tables.hardware import Device, find_device
 
-_H100 = find_device("H100-80GB")
-assert _H100.measured_reach is not None
-H100 = replace(_H100, reach=_H100.measured_reach)
-"""The device with the rates that were measured on one, as the planner prices with them."""
+
+def priced_device(name: str) -> Device:
+    """Return the device called `name` ("B200") as the planner prices with it: with the rates that
+    were measured on one, or else those that are fitted to published rows."""
+    device = find_device(name)
+    return replace(device, reach=device.measured_reach or device.reach)
+
+
+H100 = priced_device("H100-80GB")
+TILE_ROWS = 128
+"""Rows of a tile of a grouped product: half of the largest tile's, which experts with few tokens
+leave unfilled."""
 HOST_SECONDS = engine_named("deepspeed").kernel_host_seconds
 """Of the host, to launch a kernel."""
 
@@ -34,7 +43,11 @@ def seconds_of(kernel: Kernel, device: Device, *, is_best: bool = False) -> floa
     computing = 0.0
     if kernel.product is not None:
         rows, depth, columns, count = kernel.product
-        one = matmul_seconds(device, rows, depth, columns, kernel.element_bytes)
+        if kernel.part == "experts":
+            # One kernel whose waves take tiles of all experts, each of which ends with its own.
+            rows, count = count * math.ceil(rows / TILE_ROWS) * TILE_ROWS, 1
+        gain = device.float8_gain if kernel.element_bytes == 1 else 1.0
+        one = matmul_seconds(device, rows, depth, columns, kernel.element_bytes, gain=gain)
         computing = count * (one - device.reach.kernel_seconds)
     elif kernel.part == "attention" and kernel.flops:
         best = replace(device.reach, attention_by_head=device.reach.best_attention_by_head)
@@ -144,7 +157,8 @@ def price(kernels: Sequence[Kernel], device: Device, shape: Shape) -> Roofline:
         part.seconds += seconds_of(kernel, device)
     for name, num_bytes in least_bytes(shape).items():
         parts[name].least_seconds = memory_seconds(device, num_bytes)
-    parts["products"].least_seconds = _flops(kernels, "products") / product_flops(device)
+    for name in ("products", "experts"):
+        parts[name].least_seconds = _least_product_seconds(kernels, name, device)
     parts["attention"].least_seconds = sum(
         seconds_of(k, device, is_best=True) for k in kernels if k.part == "attention" and k.flops
     )
@@ -156,5 +170,9 @@ def price(kernels: Sequence[Kernel], device: Device, shape: Shape) -> Roofline:
     return Roofline(parts, max(0.0, host_seconds - device_seconds))
 
 
-def _flops(kernels: Iterable[Kernel], part: str) -> int:
-    return sum(kernel.flops for kernel in kernels if kernel.part == part)
+def _least_product_seconds(kernels: Iterable[Kernel], part: str, device: Device) -> float:
+    flops = sum(
+        kernel.flops / (device.float8_gain if kernel.element_bytes == 1 else 1.0)
+        for kernel in kernels if kernel.part == part
+    )  # fmt: skip
+    return flops / product_flops(device)

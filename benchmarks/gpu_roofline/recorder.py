@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import math
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -81,8 +83,12 @@ class KernelRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(subclass.__name__ == "Float8TrainingTensor" for subclass in types):
+            return NotImplemented  # torchao's class calls the kernels, which are recorded then
         if func is torch.ops.aten._local_scalar_dense.default:
             return assumed_value(args[0])
+        if func is torch.ops.aten.equal.default:
+            return True  # Liger's loss compares its gradient with 1, and waits for the answer
         if func is torch.ops.aten.nonzero.default:
             return assumed_places(args[0])
         result = func(*args, **kwargs)
@@ -123,9 +129,15 @@ class KernelRecorder(TorchDispatchMode):
             part = "attention"
             if _is_causal(func, args, kwargs):
                 flops //= 2
+        elif name == "_grouped_mm":
+            part = "experts"
+            product = _grouped_product(*args[:2], args[2] if len(args) > 2 else kwargs["offs"])
+            flops = 2 * math.prod(product)
         elif flops:
             part = "products"
             product = _product_of(name, args)
+        elif _is_dispatch(module, name, args, result):
+            part = "dispatch"
         first = next(iter(_tensors(args)), None)
         return Kernel(
             name,
@@ -215,9 +227,31 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
+def _is_dispatch(module: str, name: str, args: Any, result: Any) -> bool:
+    """Return whether a kernel is of a router, or moves rows to experts and back: all of experts but
+    their products and the activations between, whose factors have equal shapes."""
+    if not re.search("Experts|Router|MoeBlock", module.partition(":")[2]):
+        return False
+    is_product = name == "mul" and all(t.shape == result.shape for t in _tensors(args))
+    return not ("silu" in name or is_product)
+
+
+def _grouped_product(left: Any, right: Any, ends: Any) -> tuple[int, int, int, int]:
+    """Return rows, inner size, columns and number of the products of a group. left: [rows, inner]
+    with right [groups, inner, columns], or, of the gradient of the weights, [rows, tokens] with
+    [tokens, columns]. The rows, or the tokens, of a product end where `ends` [groups] says."""
+    groups = int(ends.numel())
+    rows, inner = left.shape
+    columns = int(right.shape[-1])
+    if right.dim() == 3:
+        return -(-int(rows) // groups), int(inner), columns, groups
+    return int(rows), -(-int(inner) // groups), columns, groups
+
+
 def _product_of(name: str, args: Any) -> tuple[int, int, int, int] | None:
     """Return rows, inner size, columns and number of equal products."""
-    matrices = [t for t in _tensors(args) if t.dim() >= 2][-2:]
+    matrices = [t for t in _tensors(args) if t.dim() >= 2]
+    matrices = matrices[:2] if name == "_scaled_mm" else matrices[-2:]  # scales follow
     if len(matrices) < 2:
         return None
     left, right = matrices

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.support.points import Point
+from bigtrain.system.shipped_files import recipes
 
 _CHUNK_256_MIB = 2**28 // (4 * 128256)
 _POINT = Point(
@@ -30,6 +33,13 @@ class Row:
         return self.point.micro_batch_size * self.point.accumulation * length
 
 
+def _experts() -> dict[str, Any]:
+    """Return Qwen3-30B-A3B's configuration with an eighth of its layers, which fits one GPU."""
+    path = recipes() / "configs" / "Qwen--Qwen3-30B-A3B-Base.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config | {"num_hidden_layers": 6, "bos_token_id": None, "eos_token_id": None}
+
+
 def _plain(contender: str) -> Point:
     return replace(_POINT, contenders=(contender,), loss="plain")
 
@@ -48,5 +58,8 @@ FURTHER = (
     Row("today, 1 GiB", _POINT),
     Row("today, Liger's layers", replace(_POINT, kernels="liger")),
     Row("today, compiled layers", replace(_POINT, compile="on")),
+    Row("today, compiled, Liger's loss", replace(_POINT, compile="on", loss="liger")),
     Row("today, compiled, 8 passes", replace(_POINT, compile="on", accumulation=8)),
+    Row("today, compiled, float8", replace(_POINT, compile="on", float8="tensorwise")),
+    Row("today, experts", replace(_POINT, model_config=_experts(), micro_batch_size=2)),
 )

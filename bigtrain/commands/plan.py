@@ -48,6 +48,9 @@ class PlanArguments:
     """network bandwidth per device, such as 400Gb (default: of the device's usual node)"""
     hardware: File | None = None
     """measurements of --calibrate, for DEVICE"""
+    as_configured: bool = False
+    """with the loss and buckets that the configuration gives a run, as the shipped recipes
+    (default: others where a step is more than a percent faster)"""
     longest: bool = False
     """for the longest sample that fits, instead of the run's length and batch"""
     top: Positive = 10
@@ -168,9 +171,8 @@ def _writing(output: Path) -> Iterator[None]:
         raise OutputError(f"--output = {output}: cannot be written: {error}") from error
 
 
-def ranked_layouts(args: PlanArguments, *, varies: bool = True) -> Plan:
-    """Return the layouts for the arguments; `varies`: also with loss and buckets that differ from a
-    run's defaults. Raises ConfigError if none fits."""
+def ranked_layouts(args: PlanArguments) -> Plan:
+    """Return the layouts for the arguments. Raises ConfigError if none fits."""
     from bigtrain.python_api.planning import plan
 
     assert args.config is not None
@@ -183,7 +185,7 @@ def ranked_layouts(args: PlanArguments, *, varies: bool = True) -> Plan:
         host_memory_bytes=float(args.host_memory or 10**12),
         network_bits_per_second=args.network,
         hardware=args.hardware,
-        varies=varies,
+        varies=not args.as_configured,
         longest=args.longest,
         writes=args.write is not None,
     )

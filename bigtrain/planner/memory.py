@@ -444,7 +444,7 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
     is_chunked = layout.loss_chunk_tokens is not None or model.num_further_losses > 0
     if is_chunked:
         num_tokens = min(num_tokens, layout.loss_chunk_tokens or num_tokens)
-        if not model.is_frozen or model.others_outside.trained(1):
+        if model.trains_head:
             # Gradients of the head are added up over the chunks.
             head_elements = model.vocabulary_size * model.hidden_size / layout.tensor_size
             # A chunk's gradient in float32 and the sum; Liger's kernel has only a sum in 16 bits.
@@ -471,9 +471,11 @@ def _offload_buffer(model: ModelCosts, layout: Layout) -> float:
     in main memory."""
     if layout.zero_stage > 2:
         return 0.0
-    largest = model.embedding_parameters / layout.tensor_size
+    largest = 0.0 if model.is_embedding_frozen else model.embedding_parameters / layout.tensor_size
     for layer in model.kinds:
         for product in layer.matmuls:
+            if product.is_frozen:
+                continue
             parts = layout.expert_parts if product.num_groups > 1 else layout.tensor_size
             size = product.in_size * product.out_size * product.num_groups
             largest = max(largest, size / (parts if product.cut or product.num_groups > 1 else 1))

@@ -30,6 +30,7 @@ class Matmul:
     `cut`: the dimension that tensor parallelism divides, None for neither. `num_groups`: number of
     experts of a grouped product; each token is multiplied with `share` experts (1 without experts),
     so that ``tokens * share`` rows are multiplied in all. `count`: number of equal products.
+    `is_frozen`: the weight is not trained (`model.frozen`).
     """
 
     in_size: int
@@ -38,6 +39,7 @@ class Matmul:
     num_groups: int = 1
     share: float = 1.0
     count: int = 1
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,10 @@ class LayerCosts:
     `saved`: by autograd for the backward pass; `moved`: read and written in the forward pass by
     operations other than products and attention. `score_bytes`: saved per head and attended token
     if attention is not fused. `num_kernels`: launched in the forward pass.
-    `num_parameters_expert` are not counted in the two before. `adapters`: products with trained
-    weights in addition to the layer's own, which are then frozen; `others`: other elements of
+    `num_parameters_expert` are not counted in the two before. `num_frozen_whole`,
+    `num_frozen_cut`, `num_frozen_expert`: those of the three that `model.frozen` names; a layer
+    that saves nothing has no backward pass. `adapters`: products with trained weights in addition
+    to the layer's own, which are then frozen; `others`: other elements of
     adapters that are trained or kept. `packed`: the 4-bit part of the parameters. `mlp`: the part
     that can be computed in tiles. `passes_states`: whether ranks that share a sample pass its
     recurrent states on. `state_columns`: columns of float32 that these ranks compute in addition to
@@ -180,6 +184,9 @@ class LayerCosts:
     state_columns: int = 0
     num_equal_parts: int = 0
     num_groups: int = 0
+    num_frozen_whole: int = 0
+    num_frozen_cut: int = 0
+    num_frozen_expert: int = 0
 
     def __hash__(self) -> int:
         return self._hash
@@ -223,10 +230,21 @@ class LayerCosts:
             ),
         )
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether autograd computes a gradient in the layer: not before the first trained
+        parameter."""
+        return self.saved_bytes_whole + self.saved_bytes_cut > 0
+
     @functools.cached_property
     def num_parameters(self) -> int:
         """Elements of the layer's parameters."""
         return self.num_parameters_whole + self.num_parameters_cut + self.num_parameters_expert
+
+    @property
+    def num_frozen(self) -> int:
+        """Elements of the layer's parameters that `model.frozen` names."""
+        return self.num_frozen_whole + self.num_frozen_cut + self.num_frozen_expert
 
     @functools.cached_property
     def num_active_parameters(self) -> float:
@@ -244,6 +262,7 @@ class ModelCosts:
     final norm, position embeddings. `source`: traced or closed form. `saved_bytes_outside`: saved
     per token outside of the layers (final norm, head). `is_frozen`: only adapters are trained;
     `others_outside`: trained copies of modules outside of the layers (modules_to_save).
+    `is_embedding_frozen`, `is_head_frozen`, `num_frozen_others`: what `model.frozen` names there.
     `num_further_losses`: losses by the same head in addition to the loss of the next token; the
     layers for multi-token prediction that they are of are the last of `layers`."""
 
@@ -261,6 +280,9 @@ class ModelCosts:
     is_frozen: bool = False
     others_outside: ExtraAdapterParameters = ExtraAdapterParameters()
     num_further_losses: int = 0
+    is_embedding_frozen: bool = False
+    is_head_frozen: bool = False
+    num_frozen_others: int = 0
 
     def __hash__(self) -> int:
         """Return a hash that is computed once: searches look models up in caches tens of thousands
@@ -281,6 +303,13 @@ class ModelCosts:
         """Elements of the parameters, a tied parameter once."""
         inner = sum(self.kinds[layer_type].num_parameters for layer_type in self.layers)
         return inner + self.embedding_parameters + self.head_parameters + self.num_other_parameters
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the loss computes a gradient of the head."""
+        if self.is_frozen:
+            return self.others_outside.trained(1) > 0
+        return not self.is_head_frozen
 
     @functools.cached_property
     def packed(self) -> QuantizedWeights:
@@ -317,7 +346,9 @@ class ModelCosts:
     def with_score_head(self) -> ModelCosts:
         """Return the costs with a head of a single output instead of the vocabulary's head."""
         head = self.hidden_size
-        return replace(self, vocabulary_size=1, head_parameters=head, tied=False)
+        return replace(
+            self, vocabulary_size=1, head_parameters=head, tied=False, is_head_frozen=False
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for a cache."""

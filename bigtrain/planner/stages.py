@@ -203,7 +203,7 @@ def stage_sizes(stage: PlannedStage, model: ModelCosts, layout: Layout) -> Stage
 def _sizes(
     stage: PlannedStage, model: ModelCosts, tensor_size: int, expert_parts: int
 ) -> StageSizes:
-    dense = expert = largest = matrices = 0.0
+    dense = expert = frozen = frozen_expert = largest = matrices = 0.0
     for index, count in stage.counts:
         layer = model.kinds[index]
         layer_dense = layer.num_parameters_whole + layer.num_parameters_cut / tensor_size
@@ -211,22 +211,28 @@ def _sizes(
         largest = max(largest, layer_dense + experts)
         dense += count * layer_dense
         expert += count * experts
+        frozen += count * (layer.num_frozen_whole + layer.num_frozen_cut / tensor_size)
+        frozen_expert += count * layer.num_frozen_expert / expert_parts
         matrices += count * sum(m.in_size * m.out_size * m.num_groups * m.count
-                                for m in layer.matmuls)  # fmt: skip
+                                for m in layer.matmuls if not m.is_frozen)  # fmt: skip
     if stage.is_first:
         dense += model.embedding_parameters / tensor_size
+        frozen += model.is_embedding_frozen * model.embedding_parameters / tensor_size
     if stage.is_last:
         dense += model.num_other_parameters
         head = model.head_parameters or (0 if stage.is_first else model.embedding_parameters)
         dense += head / tensor_size
+        frozen += model.num_frozen_others + model.is_head_frozen * head / tensor_size
     total = dense + expert
+    trained_expert = expert - frozen_expert
+    trained = total - frozen - frozen_expert
     share = 1.0
     if (tensor_size, expert_parts) != (1, 1):
         share = _sizes(stage, model, 1, 1).matrix_share
     elif total:
-        share = min(1.0, matrices / max(1.0, total))
+        share = min(1.0, matrices / max(1.0, trained))
     if not model.is_frozen:
-        return StageSizes(total, expert, total, expert, largest, share)
+        return StageSizes(total, expert, trained, trained_expert, largest, share)
     trained = sum(
         count * model.kinds[index].num_adapter_parameters(tensor_size)
         for index, count in stage.counts
@@ -263,6 +269,8 @@ def matrix_exchange(stage: PlannedStage, model: ModelCosts, layout: Layout) -> t
     gather_elements = return_elements = 0.0
     for layer_type, alike in stage.counts:
         for product in model.kinds[layer_type].matmuls:
+            if product.is_frozen:
+                continue
             replicas, cut = layout.partition_size, layout.tensor_size
             size: float = (
                 alike * product.count * product.num_groups * product.in_size * product.out_size

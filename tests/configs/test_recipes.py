@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,7 @@ from bigtrain.settings.loading import load_run_config, recipe_names
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.shipped_files import published_configuration, recipes
 from tests.architecture.test_packaging import pins
-from tools.recipes import hardware_of, planned_recipes, settings_of, with_layout
+from tools.recipes import command_of, planned_recipes, settings_of, with_layout
 
 PLANNED = [path.stem for path in planned_recipes()]
 # As model cards and safetensors indices of the hub count them; GPT-2 with 47 rows of padding.
@@ -51,7 +52,9 @@ def planned_layout(name: str) -> str:
 
 
 def num_gpus(name: str) -> str:
-    return hardware_of(text_of(name))[1].partition("x")[0]
+    gpus = command_of(text_of(name)).gpus
+    assert gpus is not None
+    return gpus.partition("x")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +69,7 @@ def test_all_but_the_quickstart_name_their_hardware() -> None:
     assert sorted(PLANNED) == sorted(PARAMETERS)
     assert set(recipe_names()) - set(PLANNED) == {"quickstart"}
     for name in PLANNED:
-        assert hardware_of(text_of(name))[0] == name
+        assert command_of(text_of(name)).config == name
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -83,6 +86,20 @@ def test_its_layout_is_what_a_plan_writes(name: str) -> None:
         if version(package).partition("+")[0] != pins()[package].partition("+")[0]:
             pytest.skip(f"the figures are those of the pinned {package}")
     assert planned_layout(name) == text_of(name), "python tools/recipes.py writes it anew"
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_command_of_its_comment_writes_its_layout(name: str, tmp_path: Path) -> None:
+    line = r"^# Layout: what `bigtrain (plan .* --write) DIR` takes"
+    match = re.search(line, text_of(name), re.M)
+    assert match is not None
+    assert main([*match[1].split(), str(tmp_path)]) == 0
+    written, recipe = load_run_config(str(tmp_path / "run.yaml")), load_run_config(name)
+    assert written.batch.micro_batch_size == recipe.batch.micro_batch_size
+    assert written.parallel == recipe.parallel
+    assert written.model.model_dump(exclude={"path"}) == recipe.model.model_dump(exclude={"path"})
+    engine = json.loads((tmp_path / "deepspeed.json").read_text(encoding="utf-8"))
+    assert f"zero{engine['zero_optimization']['stage']}" == recipe.engine.deepspeed_config
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -82,6 +82,9 @@ def choose_loss(
     if reason and section.loss == "auto" and not needs_chunks:
         return plain(f"{size}; chunks are not supported for {hf_config.model_type}: {reason}")
     text = f"loss: in chunks of {num_chunk_tokens} tokens ({size})"
+    if section.loss == "auto" and config.precision.dtype != "float32":
+        # Four times the error (docs/benchmarks.md), so a user has to ask for it.
+        text += f" (not Liger's: it adds up the head's gradient in {config.precision.dtype})"
     if loss_type == "liger":
         text = "loss: Liger's fused linear cross-entropy"
     loss_plan = LossPlan(loss_type, num_chunk_tokens, text, softcap)

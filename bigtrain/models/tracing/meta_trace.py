@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ from bigtrain.models.equivalence.proxy_model import MODEL_FAILURES, failure_text
 from bigtrain.models.layers.document_masks import document_boundaries
 from bigtrain.models.layers.multi_token import MultiTokenLayers, add_mtp_layers, mtp_layers
 from bigtrain.models.layers.parameter_roles import parameter_roles
-from bigtrain.models.layers.parameters import listed_layers
+from bigtrain.models.layers.parameters import freeze, listed_layers
 from bigtrain.models.layers.recurrence.functions import FUNCTIONS, MATRIX, layers_with_functions
 from bigtrain.models.layers.tiled_mlp import find_mlps
 from bigtrain.models.parallel.recurrent_divisions import (
@@ -83,14 +83,18 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def trace_model(
-    hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int = 128
+    hf_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    sequence_length: int = 128,
+    *,
+    frozen: Sequence[str] = (),
 ) -> ModelCosts:
-    """Return costs of the model that `hf_config` describes, trained in `dtype`. Takes a second or
-    two, no memory and no device. Raises ModelError if transformers cannot run it on the meta
-    device."""
+    """Return costs of the model that `hf_config` describes, trained in `dtype` but for the
+    parameters whose names match a pattern of `frozen`. Takes a second or two, no memory and no
+    device. Raises ModelError if transformers cannot run it on the meta device."""
     try:
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
-            return _trace(hf_config, dtype, sequence_length)
+            return _trace(hf_config, dtype, sequence_length, frozen)
     except (*MODEL_FAILURES, ArithmeticError) as error:
         reason = failure_text(error)
         raise ModelError(
@@ -98,7 +102,9 @@ def trace_model(
         ) from error
 
 
-def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int) -> ModelCosts:
+def _trace(
+    hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int, frozen: Sequence[str]
+) -> ModelCosts:
     config = copy.deepcopy(hf_config)
     tracer = OperatorTrace(sequence_length, int(text_config(config).hidden_size))
     AttentionInterface.register(_NAME, functools.partial(_attend, tracer=tracer))
@@ -121,6 +127,7 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
         ids = torch.zeros(1, sequence_length, dtype=torch.int64)
     model.tie_weights()  # what no_init_weights also skips
     model.train()
+    freeze(model, frozen)
     count = getattr(text_config(config), "num_hidden_layers", None)
     layers = [layer for _, layer in listed_layers(model, count)]
 
@@ -129,6 +136,7 @@ def _trace(hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int
     if mtp is not None:
         layers += mtp.layers
     tracer.parameter_storages = {storage_of(p) for p in model.parameters()}
+    tracer.frozen_storages = {storage_of(p) for p in model.parameters() if not p.requires_grad}
     with ExitStack() as stack:
         stack.enter_context(_watched(model, layers, tracer))
         stack.enter_context(document_boundaries(packed=False))
@@ -272,12 +280,16 @@ def _collected(
             sums.num_tensors += 1
             name = f"{names[layer]}.{leaf}"
             style = plan.get(name) or plan.get(name.rpartition(".")[0], "")
+            num_frozen = 0 if parameter.requires_grad else parameter.numel()
             if name in stacked:
                 sums.num_expert += parameter.numel()
+                sums.num_frozen_expert += num_frozen
             elif "colwise" in style or "rowwise" in style:
                 sums.num_divided += parameter.numel()
+                sums.num_frozen_divided += num_frozen
             else:
                 sums.num_replicated += parameter.numel()
+                sums.num_frozen_replicated += num_frozen
         sums.constants = tracer.parameter_storages | tracer.shared
         functions = {name for _, _, names in layers_with_functions(layer) for name in names}
         sums.passes_states = bool(functions)
@@ -301,6 +313,11 @@ def _collected(
     num_in_layers = sum(distinct_costs[index].num_parameters for index in order)
     total = sum(p.numel() for p in model.parameters())
     head_parameters = 0 if tied or head is None else head.weight.numel()
+    is_embedding_frozen = not embedding.requires_grad
+    is_head_frozen = head is not None and not head.weight.requires_grad
+    num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    num_frozen -= sum(distinct_costs[index].num_frozen for index in order)
+    num_frozen -= is_embedding_frozen * embedding.numel() + is_head_frozen * head_parameters
     return ModelCosts(
         hidden_size=int(text_config(model.config).hidden_size),
         vocabulary_size=int(embedding.shape[0]),
@@ -310,6 +327,9 @@ def _collected(
         embedding_parameters=embedding.numel(),
         head_parameters=head_parameters,
         num_other_parameters=total - num_in_layers - embedding.numel() - head_parameters,
+        is_embedding_frozen=is_embedding_frozen,
+        is_head_frozen=is_head_frozen,
+        num_frozen_others=num_frozen,
         source="traced",
         element_bytes=dtype.itemsize,
         saved_bytes_outside=tracer.saved_outside / tokens,

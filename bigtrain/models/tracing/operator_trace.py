@@ -35,7 +35,8 @@ class MlpSums:
 @dataclass
 class LayerSums:
     """Sums over the operations of a layer. num_replicated, num_divided, num_expert: elements of
-    parameters that all tensor-parallel ranks have, that they divide, and of stacked experts."""
+    parameters that all tensor-parallel ranks have, that they divide, and of stacked experts;
+    num_frozen_replicated, num_frozen_divided, num_frozen_expert: those that are not trained."""
 
     matmuls: list[Matmul] = field(default_factory=list)
     attention: Attention | None = None
@@ -47,6 +48,9 @@ class LayerSums:
     num_replicated: int = 0
     num_divided: int = 0
     num_expert: int = 0
+    num_frozen_replicated: int = 0
+    num_frozen_divided: int = 0
+    num_frozen_expert: int = 0
     num_tensors: int = 0
     mlp: MlpSums = field(default_factory=MlpSums)
     passes_states: bool = False
@@ -63,6 +67,9 @@ class LayerSums:
             num_parameters_whole=self.num_replicated,
             num_parameters_cut=self.num_divided,
             num_parameters_expert=self.num_expert,
+            num_frozen_whole=self.num_frozen_replicated,
+            num_frozen_cut=self.num_frozen_divided,
+            num_frozen_expert=self.num_frozen_expert,
             num_tensors=self.num_tensors,
             matmuls=tuple(
                 replace(matmul, count=number) for matmul, number in Counter(self.matmuls).items()
@@ -111,6 +118,7 @@ class OperatorTrace(OperatorMode):
         self.is_divided = False  # whether tensor parallelism divides what is running
         self.side: Side = None  # that is divided in the running product: "in", "out" or None
         self.parameter_storages: set[int] = set()
+        self.frozen_storages: set[int] = set()
         self.mlp: MlpSums | None = None  # that is running
         self.mlp_inputs: set[int] = set()
         self.saved_outside = 0.0
@@ -180,8 +188,10 @@ class OperatorTrace(OperatorMode):
                     if (weight.shape[-1] != weight.shape[-2])
                     else num_outputs
                 )
+                is_frozen = storage_of(weight) in self.frozen_storages
+                share = rows / self.tokens
                 self.current.matmuls.append(
-                    Matmul(num_inputs, num_outputs, self.side, groups, rows / self.tokens)
+                    Matmul(num_inputs, num_outputs, self.side, groups, share, is_frozen=is_frozen)
                 )
             if self.mlp is not None:
                 last = self.current.matmuls[-1]

@@ -48,7 +48,8 @@ def run_once(layers: Sequence[nn.Module], on_repeat: Callable[[int, int], None])
 
 
 def _structure(layer: nn.Module) -> Hashable:
-    """Return classes and numbers of a layer's modules, and the parameters' shapes."""
+    """Return classes and numbers of a layer's modules, the parameters' shapes, and whether they are
+    trained."""
     modules = tuple(
         (
             name,
@@ -61,7 +62,9 @@ def _structure(layer: nn.Module) -> Hashable:
         )
         for name, module in layer.named_modules()
     )
-    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in layer.named_parameters())
+    shapes = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()
+    )
     return modules, shapes
 
 

@@ -46,9 +46,9 @@ class NoTraceProcessError(Exception):
 
 
 def trace_apart(source: ModelSection, dtype: str, *, trains_mtp: bool = False) -> ModelCosts:
-    """Return costs of the model of `source`, trained in `dtype` ("bfloat16"), by
-    `bigtrain.models.tracing.meta_trace.trace_model`. `trains_mtp`: with the model's layers for
-    multi-token prediction.
+    """Return costs of the model of `source`, trained in `dtype` ("bfloat16") but for what it
+    freezes, by `bigtrain.models.tracing.meta_trace.trace_model`. `trains_mtp`: with the model's
+    layers for multi-token prediction.
 
     Raises NoTraceProcessError where that fails, also for a model that cannot be traced: tracing in
     the caller's process then fails as well, or succeeds.
@@ -61,6 +61,7 @@ def trace_apart(source: ModelSection, dtype: str, *, trains_mtp: bool = False) -
             "type": source.type,
             "dtype": dtype,
             "trains_mtp": trains_mtp,
+            "frozen": source.frozen,
         }
         finished = subprocess.run(
             [sys.executable, "-m", "bigtrain.models.tracing.trace_process"],
@@ -150,6 +151,7 @@ def main() -> None:
     try:
         request = json.load(sys.stdin)
         dtype_name, trains_mtp = request.pop("dtype"), request.pop("trains_mtp")
+        frozen = request.pop("frozen")
         with importing():
             import torch
 
@@ -158,7 +160,7 @@ def main() -> None:
 
         source = SimpleNamespace(**request)  # importing settings takes a tenth of a second
         hf_config = with_mtp_layers(load_hf_config(cast("ModelSection", source)), trains=trains_mtp)
-        costs = trace_model(hf_config, getattr(torch, dtype_name))
+        costs = trace_model(hf_config, getattr(torch, dtype_name), frozen=frozen)
         print(json.dumps(costs.to_json()), file=answers, flush=True)
     except ModelError:
         exit_process(1)

@@ -84,7 +84,9 @@ def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelC
             Problem("model", None, f"its layers cannot be traced ({reason})", remedy + "vocab_size")
         )
     size = 4 if config.precision.dtype == "float32" else 2
-    return closed_form(shape, size), f"by a closed form of dense layers, not traced: {reason}"
+    trained = ", as if everything were trained" if config.model.frozen else ""
+    remark = f"by a closed form of dense layers{trained}, not traced: {reason}"
+    return closed_form(shape, size), remark
 
 
 def _adapter_costs(
@@ -129,6 +131,7 @@ def _key(
             grown,
             str(config.objective.mtp_weight > 0),
             config.precision.dtype,
+            json.dumps(config.model.frozen),
             *(section.model_dump_json() for section in sections),
         ]
     )
@@ -152,13 +155,11 @@ def _trace(config: RunConfig, hf_config: Any) -> ModelCosts:
     from bigtrain.models.configuration import load_hf_config, with_mtp_layers
     from bigtrain.models.tracing.meta_trace import trace_model
 
-    dtype = getattr(torch, config.precision.dtype)
-    if hf_config is not None:
-        return trace_model(hf_config, dtype)
-    loaded_config = load_hf_config(_section(config))
-    return trace_model(
-        with_mtp_layers(loaded_config, trains=config.objective.mtp_weight > 0), dtype
-    )
+    dtype, frozen = getattr(torch, config.precision.dtype), config.model.frozen
+    if hf_config is None:
+        loaded_config = load_hf_config(_section(config))
+        hf_config = with_mtp_layers(loaded_config, trains=config.objective.mtp_weight > 0)
+    return trace_model(hf_config, dtype, frozen=frozen)
 
 
 def _section(config: RunConfig) -> ModelSection:
@@ -168,5 +169,5 @@ def _section(config: RunConfig) -> ModelSection:
     values = written_configuration(section)
     source = section.path or section.config
     if values and isinstance(source, str) and not Path(source).exists():
-        return ModelSection(config=values)
+        return ModelSection(config=values, frozen=section.frozen)
     return section

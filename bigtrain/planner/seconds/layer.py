@@ -126,7 +126,8 @@ def layer_work(layer: LayerCosts, model: ModelCosts, layout: Layout, machine: Ti
 
     # Reference rows have a forward pass only.
     forward.add(forward.copy(), layout.num_reference_rows / layout.rows_per_sample)
-    forward.add(backward)
+    if layer.has_backward:
+        forward.add(backward)
     return forward
 
 
@@ -252,7 +253,9 @@ def _passes(key: _PassKey) -> _LayerPasses:
     # Matrix products. Frozen weights have only the gradient of their inputs: half the work.
     share = RankShare(num_tokens, key.tensor_size, key.expert_size, key.element_bytes)
     gain = key.product_gain * key.product_speed
-    products = [(matmul, 0.5 if key.is_frozen else 1.0) for matmul in layer.matmuls]
+    products = [
+        (matmul, 0.5 if key.is_frozen or matmul.is_frozen else 1.0) for matmul in layer.matmuls
+    ]
     products += [(matmul, 1.0) for matmul in layer.adapters]
     for matmul, backward_share in products:
         seconds = weight_seconds(device, matmul, share, gain)
@@ -371,7 +374,11 @@ def _add_zero3_exchange(
     num_dense = layer.num_parameters_whole + layer.num_parameters_cut / layout.tensor_size
     num_expert = layer.num_parameters_expert / layout.expert_parts
     gather_seconds = groups.gather(device, num_dense, num_expert, layout.parameter_bytes)
-    scatter_seconds = groups.gather(device, num_dense, num_expert, layout.gradient_bytes)
+    num_frozen = layer.num_frozen_whole + layer.num_frozen_cut / layout.tensor_size
+    num_frozen_expert = layer.num_frozen_expert / layout.expert_parts
+    scatter_seconds = groups.gather(
+        device, num_dense - num_frozen, num_expert - num_frozen_expert, layout.gradient_bytes
+    )
     if model.is_frozen:
         num_trained = layer.num_adapter_parameters(layout.tensor_size)
         scatter_seconds = groups.gather(device, num_trained, 0.0, layout.gradient_bytes)

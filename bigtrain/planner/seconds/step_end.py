@@ -60,8 +60,7 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
 
     loss_bytes = FUSED_LOSS_BYTES if layout.fused_loss else engine.loss_bytes
     moved_bytes = loss_bytes * num_tokens * num_columns
-    trains_head = not model.is_frozen or model.others_outside.trained(1) > 0
-    if layout.loss_chunk_tokens is not None and trains_head:
+    if layout.loss_chunk_tokens is not None and model.trains_head:
         # Each chunk but the first adds its gradient of the head: it is read, and added to a sum in
         # float32. A fused loss adds it to a sum in 16 bits inside of the product.
         num_additions = math.ceil(num_tokens / layout.loss_chunk_tokens) - 1

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_proof.fake_cuda import why_not
+from benchmarks.gpu_roofline import __main__ as gpu_roofline
 from benchmarks.gpu_roofline.__main__ import LIMIT, kernels_of, part_of_fused, shape_of
 from benchmarks.gpu_roofline.kernel import Kernel
-from benchmarks.gpu_roofline.layouts import AIM, BEGIN, END, PAGE, Priced, table, with_table
-from benchmarks.gpu_roofline.pricing import H100, price, seconds_of
+from benchmarks.gpu_roofline.layouts import (
+    AIM,
+    ATTENTION,
+    BEGIN,
+    COMPUTING,
+    END,
+    EXPERTS,
+    PAGE,
+    PRODUCTS,
+    Priced,
+    parts_of,
+    table,
+    with_table,
+)
+from benchmarks.gpu_roofline.pricing import H100, price, priced_device, seconds_of
 from benchmarks.gpu_roofline.recorder import KernelRecorder, exchange_bytes
 from benchmarks.gpu_roofline.replicas import (
     LAYOUTS,
@@ -24,9 +40,24 @@ from benchmarks.gpu_roofline.replicas import (
     num_parameters,
     traced_kernels,
 )
-from benchmarks.gpu_roofline.rows import MEASURED
+from benchmarks.gpu_roofline.rows import FURTHER, MEASURED, Row
 from benchmarks.gpu_roofline.triton_launches import loads_and_stores
+from benchmarks.support.points import SIZES
+from bigtrain.models.build import empty_model
+from bigtrain.models.configuration import load_hf_config
+from bigtrain.models.layers.float8 import float8_product
+from bigtrain.planner.layout import Layout as RunLayout
+from bigtrain.planner.model_costs import DenseShape
+from bigtrain.planner.published.known_models import (
+    ExpertDimensions,
+    PublishedModelShape,
+    costs_of,
+)
 from bigtrain.planner.seconds.communication import Group
+from bigtrain.planner.step_time import step_time
+from bigtrain.planner.tables.engines import engine_named
+from bigtrain.planner.tables.hardware import find_device
+from bigtrain.settings.run_config import ModelSection
 
 REASON = why_not()
 MIB = 1 << 20
@@ -139,6 +170,57 @@ def test_parts_of_modules() -> None:
     assert recorder.kernels[1].product == (4, 8, 8, 1)
 
 
+def test_grouped_products_of_experts_and_what_carries_rows_to_them() -> None:
+    """64 rows of 8 to 4 experts of 16: the product, the gradient of the weights, weighted rows."""
+
+    class Experts(nn.Module):
+        def forward(self, x: Any, stack: Any, ends: Any, places: Any) -> Any:
+            rows = x.index_select(0, places)
+            inner = F.grouped_mm(rows, stack, offs=ends)
+            activated = F.silu(inner) * inner
+            return activated * on_device(64, 1, dtype=torch.bfloat16)
+
+    with FakeTensorMode():
+        model = nn.ModuleDict({"layer": nn.ModuleDict({"mlp": Experts()})})
+        x, stack = (on_device(*n, dtype=torch.bfloat16) for n in ((32, 8), (4, 8, 16)))
+        ends, places = (on_device(size, dtype=torch.int32) for size in (4, 64))
+        rows, gradient = (on_device(64, n, dtype=torch.bfloat16) for n in (8, 16))
+        recorder = KernelRecorder()
+        recorder.watch(model)
+        with recorder, torch.no_grad():
+            model["layer"]["mlp"](x, stack, ends, places)  # type: ignore[index]
+            F.grouped_mm(rows.t(), gradient, offs=ends)
+    *forward, of_stack = recorder.kernels
+    assert [(kernel.name, kernel.part) for kernel in forward] == [
+        ("index_select", "dispatch"),
+        ("_grouped_mm", "experts"),
+        ("silu", "activations"),
+        ("mul", "activations"),
+        ("mul", "dispatch"),
+    ]
+    assert (forward[1].product, of_stack.product) == ((16, 8, 16, 4), (8, 16, 16, 4))
+    assert forward[1].flops == of_stack.flops == 2 * 64 * 8 * 16
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_products_are_recorded_as_what_torchao_calls(recipe: Any) -> None:
+    function = float8_product(recipe, is_emulated=False)
+    with FakeTensorMode():
+        x, weight = (on_device(size, 32, dtype=torch.bfloat16) for size in (64, 16))
+        kernels = recorded(lambda: function(x, weight))
+    (made,) = (kernel for kernel in kernels if kernel.flops)
+    assert (made.name, made.product, made.element_bytes) == ("_scaled_mm", (64, 32, 16, 1), 1)
+
+
+def test_parameters_of_a_step_with_experts() -> None:
+    (row,) = (row for row in FURTHER if row.name == "today, experts")
+    model = empty_model(load_hf_config(ModelSection(config=row.point.model_config)))
+    head_norms = 2 * 128 * model.config.num_hidden_layers
+    num_parameters = sum(p.numel() for p in model.parameters())
+    assert shape_of(row).num_parameters == num_parameters - head_norms
+    assert shape_of(row).intermediate == 8 * 768
+
+
 SOURCES = {
     "a = tl.load(x + i)\ntl.store(y + i, a)": ({"x"}, {"y"}),
     "p = x + i\nv = tl.load(p)\ntl.store(p, v)": ({"x"}, {"x"}),
@@ -173,6 +255,12 @@ def test_prices() -> None:
     assert seconds_of(copy, H100) == pytest.approx(1e-3 + launch, rel=1e-3)
     sums = Kernel("allreduce_", "exchange", 0, exchanged_bytes=10**9, num_ranks=1)
     assert seconds_of(sums, H100) == launch
+    # Experts' tiles share waves, and each expert ends with a tile of its own.
+    few = Kernel("_grouped_mm", "experts", 0, 0, (100, 8192, 512, 132))
+    assert seconds_of(few, H100) == pytest.approx(seconds_of(product(128 * 132, 8192, 512), H100))
+    eighth = replace(large, element_bytes=1)
+    gain = (seconds_of(large, H100) - launch) / (seconds_of(eighth, H100) - launch)
+    assert gain == pytest.approx(H100.float8_gain)
     eight = Kernel("allreduce_", "exchange", 0, exchanged_bytes=10**9, num_ranks=8)
     assert seconds_of(eight, H100) == Group(8, 8).all_reduce(H100, 1e9)
 
@@ -184,6 +272,7 @@ def test_prices() -> None:
         (["aten.exp.default", "aten.mul.Tensor"], "activations"),
         (["aten.cat.default", "aten.neg.default"], "rotary"),
         (["aten.add.Tensor"], "residuals"),
+        (["aten.abs.default", "aten.max.default", "aten.permute.default"], "casts"),
     ],
 )
 def test_parts_of_fused_kernels(operations: list[str], part: str) -> None:
@@ -199,11 +288,33 @@ def test_a_measured_step_is_predicted() -> None:
     assert before.tokens / roofline.seconds == pytest.approx(before.measured, rel=LIMIT)
 
 
+def test_parts_of_a_default_add_up() -> None:
+    """With experts and recomputation: half a third more of every product than without."""
+    shape = PublishedModelShape(
+        DenseShape(2, 1024, 8, 8, 1024, 32000), experts=ExpertDimensions(16, 2, 1024)
+    )
+    model, device = costs_of(shape), find_device("H100-80GB")
+    layout = RunLayout(
+        data_size=8, expert_size=4, zero_stage=1, recompute="full", micro_batch_size=4
+    )
+    parts = parts_of(model, layout, device)
+    whole = step_time(model, layout, device, engine_named("deepspeed"))
+    assert sum(parts.values()) == pytest.approx(whole.total)
+    assert min(parts[name] for name in COMPUTING) > 0
+    assert parts["recomputation"] > sum(parts[name] for name in (EXPERTS, ATTENTION)) / 4
+    once = parts_of(model, layout.changed(recompute="none"), device)
+    assert once["recomputation"] == 0
+    assert once[EXPERTS] == pytest.approx(parts[EXPERTS])
+    dense = costs_of(PublishedModelShape(DenseShape(2, 1024, 8, 8, 1024, 32000)))
+    assert parts_of(dense, layout.changed(expert_size=1), device)[EXPERTS] == 0
+
+
 def test_a_default_below_the_aim_names_its_parts() -> None:
-    fast = Priced("a", "ZeRO 1", 1000.0, AIM, {"matmul": 0.9, "memory-bound": 0.1})
-    slow = Priced("b", "TP 2", 500.0, 0.3, {"matmul": 0.5, "tensor communication": 0.5})
+    fast = Priced("a", "ZeRO 1", 1000.0, AIM, {PRODUCTS: 0.9, "memory-bound": 0.1})
+    products = {EXPERTS: 0.2, ATTENTION: 0.3}
+    slow = Priced("b", "TP 2", 500.0, 0.3, {**products, "tensor communication": 0.5})
     text = table([fast, slow])
-    assert "| products and attention | 90.0% | 50.0% |" in text
+    assert "| attention | 0.0% | 30.0% |" in text
     assert fast.reason() == ""
     assert slow.reason() in text
     assert "reach 60% of the peak there; the rest is tensor communication 50%." in slow.reason()
@@ -212,3 +323,47 @@ def test_a_default_below_the_aim_names_its_parts() -> None:
     with pytest.raises(ValueError, match="has no"):
         with_table("a page", text)
     assert BEGIN in PAGE.read_text(encoding="utf-8")
+
+
+def test_steps_are_priced_on_the_device_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the planner's rates, kernels for its compute capability, and no row that was measured on
+    another device."""
+    asked: list[tuple[str, int]] = []
+
+    def product_kernels(row: Row, capability: int) -> list[Kernel]:
+        asked.append((row.name, capability))
+        return [product(8192, 8192, 8192)]
+
+    monkeypatch.setattr(gpu_roofline, "kernels_of", product_kernels)
+    monkeypatch.setattr(gpu_roofline, "why_not", lambda: None)
+    assert gpu_roofline.main(["--gpu", "B200"]) == 0
+    assert asked == [(row.name, 100) for row in FURTHER]
+    assert "On one B200" in capsys.readouterr().out
+    b200 = find_device("B200")
+    peak = b200.peak_flops * b200.reach.matmul
+    assert priced_device("B200") == b200
+    assert seconds_of(product(8192, 8192, 8192), b200) > 2 * 8192**3 / peak
+    assert gpu_roofline.main(["--only", "bare loop"]) == 1  # an H100 measured another rate
+    assert asked[-1] == ("bare loop", 90)
+
+
+def test_layers_are_compiled_for_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[tuple[str, ...]] = []
+
+    def answer(module: str, _: object, *words: str) -> list[Any]:
+        options.append((module.rpartition(".")[2], *words))
+        fused = {"forward": [{"operations": ["aten.exp"], "num_bytes": 7}], "backward": []}
+        traced = {"name": "mul", "part": "norms", "num_bytes": 5, "is_in_layer": True}
+        update = [{"loads": 5, "stores": 4}]
+        fused_step = {**fused, "update": update}
+        return [fused_step if module.endswith("fused_layer") else [{**traced, "product": None}]]
+
+    monkeypatch.setattr(gpu_roofline, "answers", answer)
+    gpu_roofline._fused.cache_clear()
+    (compiled,) = (row for row in FURTHER if row.name == "today, compiled layers")
+    kernels = kernels_of(compiled, 100)
+    gpu_roofline._fused.cache_clear()
+    assert options == [("traced_step",), ("fused_layer", "100")]
+    assert [kernel.num_bytes for kernel in kernels] == [7] * SIZES["1b"]["num_hidden_layers"]

@@ -30,8 +30,10 @@ def test_without_a_device_memory_alone_is_told() -> None:
 
 
 def test_with_a_device_it_is_what_the_plan_says_of_that_layout() -> None:
-    args = PlanArguments(config=RECIPE[0], overrides=tuple(RECIPE[1]), gpus="8xH100-80GB")
-    plan = ranked_layouts(args, varies=False)
+    args = PlanArguments(
+        config=RECIPE[0], overrides=tuple(RECIPE[1]), gpus="8xH100-80GB", as_configured=True
+    )
+    plan = ranked_layouts(args)
     best = plan.fitting[0]
     tree, _ = run_and_engine(plan.config, best.layout, plan.model.vocabulary_size)
     parallel = [f"parallel.{name}={degree}" for name, degree in tree["parallel"].items()]

@@ -117,6 +117,18 @@ def test_loss_and_buckets_of_a_layout_are_written(config: Path) -> None:
     assert (zero["stage"], zero["offload_optimizer"]["device"]) == (1, "cpu")
 
 
+def test_loss_and_buckets_of_the_configuration_are_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["plan", "--config", "llama3_1b", "--gpus", "8xH100-80GB"]
+    assert main(command) == 0
+    varied = capsys.readouterr().out
+    assert main([*command, "--as-configured"]) == 0
+    kept = capsys.readouterr().out
+    assert [text in varied for text in (", plain loss", ", buckets of")] == [True, True]
+    assert [text in kept for text in (", plain loss", ", buckets of")] == [False, False]
+
+
 def test_costs_are_traced_once(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bigtrain.models.tracing import meta_trace
 

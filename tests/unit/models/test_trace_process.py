@@ -34,8 +34,10 @@ MOE = {**SMALL, "model_type": "qwen2_moe", "num_experts": 4}  # asks the real sy
 @pytest.mark.parametrize(("config", "trains_mtp"), [(LATENT, True), (MOE, False)])
 def test_it_is_the_trace_of_this_process(config: dict[str, Any], trains_mtp: bool) -> None:
 
-    section = ModelSection(config=config)
-    own = trace_model(with_mtp_layers(load_hf_config(section), trains=trains_mtp), torch.bfloat16)
+    section = ModelSection(config=config, frozen=("*layers.0.*",))
+    hf_config = with_mtp_layers(load_hf_config(section), trains=trains_mtp)
+    own = trace_model(hf_config, torch.bfloat16, frozen=section.frozen)
+    assert own.kinds[own.layers[0]].num_frozen > 0
     assert trace_apart(section, "bfloat16", trains_mtp=trains_mtp) == own
     assert own.num_further_losses == trains_mtp
 

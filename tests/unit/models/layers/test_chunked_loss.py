@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.run_config import PrecisionSection, RunConfig
 from tests.support.comparison import assert_same_tensors, gradients
 from tests.support.run_trees import run_config
 
@@ -155,6 +155,21 @@ def test_auto_takes_chunks_where_logits_are_larger_than_one() -> None:
     assert (kind, problems) == ("chunked", [])
     assert reason.startswith("loss: in chunks of 31 tokens (logits of 32 tokens x 97 words")
     assert choice("llama", loss_chunk_tokens=32)[0] == "plain"
+
+
+def test_auto_names_why_it_takes_no_fused_loss() -> None:
+    """Only where the sums of the head's gradient would have fewer bits, and nobody chose chunks."""
+    hf_config = CONFIG_MAPPING["llama"](**{**COMMON, **MODELS["llama"]})
+    reasons = {}
+    for dtype, loss in (("bfloat16", "auto"), ("bfloat16", "chunked"), ("float32", "auto")):
+        config = config_of("llama", loss_chunk_tokens=31, loss=loss)
+        config = config.model_copy(update={"precision": PrecisionSection(dtype=dtype)})
+        plan, _ = choose_loss(config, hf_config, BatchPlan(2, 2, 1, 1, 16))
+        assert plan.kind == "chunked"
+        reasons[dtype, loss] = plan.reason
+    refusal = " (not Liger's: it adds up the head's gradient in bfloat16)"
+    assert reasons["bfloat16", "auto"] == reasons["float32", "auto"] + refusal
+    assert reasons["bfloat16", "chunked"] == reasons["float32", "auto"]
 
 
 def test_auto_goes_back_to_the_plain_loss_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
