@@ -77,10 +77,7 @@ def beyond(distances: Distances, runs: FamilyRuns) -> dict[str, float]:
     """Return the weights and gradients that are farther from the plain loop than the limits (NaN
     is), and farther than plain loops that only round otherwise."""
     found: dict[str, float] = {}
-    for kind, limit in (
-        ("weights", WEIGHTS),
-        ("gradients", GRADIENT * runs.plain.largest_gradient),
-    ):
+    for kind, limit in (("weights", WEIGHTS), ("gradients", GRADIENT)):
         far = {name: size for name, size in getattr(distances, kind).items() if not size <= limit}
         if far:
             floor = getattr(runs.floor, kind)
