@@ -162,11 +162,13 @@ def hf_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return SavedModels(ARCHITECTURES, tmp_path_factory.mktemp("hf"))
 
 
-def train_cases(world_size: int, cases: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Train `cases` in a world of `world_size` processes; results by case name."""
+def train_cases(
+    world_size: int, cases: dict[str, Any], directory: Path, worker: Path = WORKER
+) -> dict[str, Any]:
+    """Train `cases` in a world of `world_size` processes of `worker`; results by case name."""
     (directory / "cases.json").write_text(json.dumps(cases))
     output = directory / "results.json"
-    run_script(world_size, WORKER, directory / "cases.json", output)
+    run_script(world_size, worker, directory / "cases.json", output)
     results: dict[str, Any] = json.loads(output.read_text())
     return results
 

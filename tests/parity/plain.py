@@ -281,8 +281,9 @@ def adamw(
     )
 
 
-NEVER_DECAYED = r"(bias|bias_\w+|A_log|\.D|sinks|(norm|ln)\w*\.weight)$"
-"""Names of biases, norms and recurrent states, which may have several dimensions."""
+NEVER_DECAYED = r"(bias|bias_\w+|A_log|\.D|time_mix_\w+|sinks|(norm|ln)\w*\.weight)$"
+"""Names of biases, norms, recurrent states and shares of the token before, which may have several
+dimensions."""
 
 
 def decay_groups(

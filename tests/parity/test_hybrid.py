@@ -17,7 +17,6 @@ from bigtrain.engine.checkpoint.io import read_full_masters
 from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.export.verified import Destination, Probe, export_model
 from bigtrain.settings.run_config import ModelSection
-from tests.parity import expert_models
 from tests.parity.cases import (
     CONCATENATED,
     EPS,
@@ -28,62 +27,11 @@ from tests.parity.cases import (
     document_config,
 )
 from tests.parity.conftest import VOCAB_SIZE, each_case
-from tests.support.hybrids import HYBRIDS
+from tests.parity.hybrid_models import MODELS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 LENGTH, SAMPLES = 48, 4
-MODELS: dict[str, dict[str, Any]] = {
-    name: HYBRIDS[model_type] | {"vocab_size": VOCAB_SIZE}
-    for name, model_type in {
-        "qwen3_5": "qwen3_5_text",
-        **{name: name for name in ("bamba", "jamba", "lfm2", "kimi_linear", "recurrent_gemma")},
-        "falcon_h1": "falcon_h1",
-    }.items()
-}
-MODELS |= {
-    name: expert_models.MODELS[name] for name in ("qwen3_next", "granitemoehybrid", "nemotron_h")
-}
-MODELS["olmo_hybrid"] = MODELS["qwen3_5"] | {
-    "model_type": "olmo_hybrid",
-    **{f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos"))},
-}
-MODELS["mamba2"] = {
-    "model_type": "mamba2",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_heads": 4,
-    "head_dim": 16,
-    "state_size": 8,
-    "n_groups": 2,
-    "chunk_size": 8,
-}
-# A module is called for each document: unequally often on ranks with other samples.
-MODELS["xlstm"] = {
-    "model_type": "xlstm",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "embedding_dim": 32,
-    "num_hidden_layers": 2,
-    "num_heads": 2,
-    "chunk_size": 16,
-}
-# Two layers share the weights of attention and MLP.
-MODELS["zamba2"] = {
-    "model_type": "zamba2",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_mamba_heads": 4,
-    "mamba_ngroups": 2,
-    "mamba_d_state": 8,
-    "chunk_size": 8,
-}
 
 
 def hybrid(
