@@ -172,10 +172,10 @@ class ForwardPasses:
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the scores per row at the last token, float32 [R, L], and all else that the model
-        returned. A row has as many targets as tokens. transformers' class looks for the last token
-        that is not padding, so that the tokens after the end are the configuration's. Ranks that
-        share samples search their parts of a row; the scores of the rank that finds the last token
-        are used."""
+        returned. A row has as many targets as tokens. transformers' class takes the scores at the
+        last token that is not the configuration's padding, so the tokens after a row's end are
+        replaced by it. Of ranks that share samples, each has the scores of its part of a row, and
+        the scores of the rank with the last token are used."""
         padded = self._padded(moved)
         outputs = self._forward(batch, padded)
         scores = outputs.logits.float()

@@ -298,7 +298,7 @@ def _check_extensions(draft: _Draft) -> list[Problem]:
         class_problems = check_samples_class(key, samples.type, samples.settings)
         from bigtrain.settings.sample_stream import check_stream
 
-        # Settings are compared with the kind of samples, which a class without problems has.
+        # Whether the class yields a stream is known only if the class has no problems.
         problems += class_problems or check_stream(config, import_named(key, samples.type))
     if config.model.type is not None:
         model_types = key_table()["model_types"]

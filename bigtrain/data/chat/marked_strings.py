@@ -190,6 +190,7 @@ def _marked_call(marking: Marking, number: int, index: int, call: dict[str, Any]
 
 
 def _marked_tool(marking: Marking, number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    """Return tool `number` of a conversation with marks around its strings."""
     function = tool["function"] if isinstance(tool.get("function"), dict) else tool
     part = ChatPart(TOOLS, None, f"the definition of the tool {function.get('name')!s}", number)
     marked = dict(function)
@@ -198,6 +199,6 @@ def _marked_tool(marking: Marking, number: int, tool: dict[str, Any]) -> dict[st
             marked[key] = marking.text(part, value)
         elif isinstance(value, dict | list):
             marked[key] = marking.schema(part, value)
-        elif isinstance(value, str) and key != "type":
+        elif isinstance(value, str) and key != "type":  # searched without marks
             marking.plain(part, value)
     return marked if function is tool else {**tool, "function": marked}

@@ -508,8 +508,8 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
     outputs = [f"shards-{number}/" for number in range(len(sources))]
     outputs = ["shards/"] if len(sources) == 1 else outputs
     commands = [
-        tokenize_command(source["name"], tokenizer, [*source["options"], *options], output)
-        for source, output in zip(sources, outputs, strict=True)
+        tokenize_command(name, tokenizer, [*source_options, *options], output)
+        for (name, source_options), output in zip(sources, outputs, strict=True)
     ]
     set_data(draft, commands, outputs)
 
@@ -523,31 +523,29 @@ def _refuse_shares(draft: Draft, key: str, shares: Iterable[tuple[str, Any]]) ->
             draft.refuse(key, rule, "cut the rows, and 1.0 in the file")
 
 
-def _sources(draft: Draft) -> list[dict[str, Any]]:
-    """Return name and options of each dataset of the file."""
-    # Three ways to name data: a mixture, a dictionary of shares, one dataset.
+def _sources(draft: Draft) -> list[tuple[str, list[str]]]:
+    """Return each dataset of the file: its name, and the options of `bigtrain tokenize` for its
+    configuration and split."""
+    # A file names its data as a mixture, as a dictionary of shares, or as one dataset.
     mixture = draft.value("dataset_mixture")
     if isinstance(mixture, Mapping):
         entries = mixture.get("datasets", [])
-        listed = [
-            (entry.get("id"), entry.get("config"), entry.get("split", "train")) for entry in entries
-        ]
         shares = [(entry.get("id"), entry.get("weight", 1.0)) for entry in entries]
         _refuse_shares(draft, "dataset_mixture", shares)
     elif isinstance(draft.value("dataset_mixer"), Mapping):
         mixer, splits = draft.value("dataset_mixer"), draft.value("dataset_splits", ["train"])
-        listed = [(name, None, splits[0]) for name in mixer]
+        entries = [{"id": name, "split": splits[0]} for name in mixer]
         _refuse_shares(draft, "dataset_mixer", mixer.items())
     else:
         name = draft.value("dataset_name", "DATA")
         split = draft.value("dataset_train_split", "train")
-        listed = [(name, draft.value("dataset_config"), split)]
+        entries = [{"id": name, "config": draft.value("dataset_config"), "split": split}]
     sources = []
-    for name, config, split in listed:
+    for entry in entries:
         options = []
-        if config not in (None, "default"):
-            options += ["--dataset-config", str(config)]
-        if split != "train":
-            options += ["--dataset-split", str(split)]
-        sources.append({"name": str(name), "options": options})
+        if entry.get("config") not in (None, "default"):
+            options += ["--dataset-config", str(entry["config"])]
+        if entry.get("split", "train") != "train":
+            options += ["--dataset-split", str(entry["split"])]
+        sources.append((str(entry.get("id")), options))
     return sources
