@@ -320,13 +320,13 @@ def _set_model(draft: Draft) -> None:
         draft.set("model.activation_offload", True)
     # Attention has a key, or one of four older switches.
     attention = draft.value("attn_implementation")
-    for key, known in (
+    for key, implementation in (
         ("flash_attention", "flash_attention_2"),
         ("sdp_attention", "sdpa"),
         ("eager_attention", "eager"),
         ("flex_attention", "flex_attention"),
     ):
-        attention = known if draft.value(key) is True else attention
+        attention = implementation if draft.value(key) is True else attention
     if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
         draft.set("model.attention", attention)
     elif attention is not None:
@@ -474,5 +474,6 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_axolotl(keys: Mapping[str, Any]) -> bool:
     """Return whether a file is Axolotl's."""
-    own = {"datasets", "sequence_len", "micro_batch_size", "pretraining_dataset"}
-    return "base_model" in keys and bool(own & keys.keys()) and not is_unset(keys["base_model"])
+    axolotl_keys = {"datasets", "sequence_len", "micro_batch_size", "pretraining_dataset"}
+    has_model = "base_model" in keys and not is_unset(keys["base_model"])
+    return has_model and bool(axolotl_keys & keys.keys())
