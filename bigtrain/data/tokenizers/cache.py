@@ -99,11 +99,11 @@ def fingerprint(directory: Path, name: str) -> str | None:
 
 def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
     """Return the cached tokenizer for `key`, the fingerprint of `directory`; None if not cached."""
-    fact = cache_get(KIND, key)
-    if fact is None:
+    stored = cache_get(KIND, key)
+    if stored is None:
         return None
     with suppress(OSError, TypeError):  # an edited entry
-        return CachedTokenizer(content=(directory / BACKEND_FILE).read_bytes(), **fact)
+        return CachedTokenizer(content=(directory / BACKEND_FILE).read_bytes(), **stored)
     return None
 
 
