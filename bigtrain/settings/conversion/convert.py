@@ -17,6 +17,7 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.conversion import axolotl, llama_factory, megatron, megatron_keys, trainer
+from bigtrain.settings.conversion.axolotl_keys import AXOLOTL_NAME, AXOLOTL_TABLE
 from bigtrain.settings.conversion.common import read_values
 from bigtrain.settings.conversion.draft import MISSPELT, Draft, is_unset
 from bigtrain.settings.conversion.tables import Table
@@ -45,7 +46,7 @@ class Trainer:
 
 
 TRAINERS: Mapping[str, Trainer] = {
-    "axolotl": Trainer(axolotl.NAME, axolotl.TABLE, axolotl.is_axolotl, axolotl.fill, axolotl.flat),
+    "axolotl": Trainer(AXOLOTL_NAME, AXOLOTL_TABLE, axolotl.is_axolotl, axolotl.fill, axolotl.flat),
     "llama-factory": Trainer(
         llama_factory.NAME,
         llama_factory.TABLE,
