@@ -108,8 +108,8 @@ class ForwardPasses:
         self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the result of `read` on the logits [samples, tokens, vocabulary] of `input_ids` in
-        evaluation mode, on the CPU. Collective; every rank brings input of one shape. Ranks
-        with the same data rank (tensor, sequence, pipeline parallel) bring the same input."""
+        evaluation mode, on the CPU. Collective; the inputs of all ranks have one shape. Ranks
+        with one data rank (tensor, sequence, pipeline parallel) have equal inputs."""
         self.engine.eval()
         # The input is not split over the sequence-parallel ranks, and another shape would compile
         # the layers once more.
@@ -174,8 +174,8 @@ class ForwardPasses:
         """Return the scores per row at the last token, float32 [R, L], and all else that the model
         returned. A row has as many targets as tokens. transformers' class takes the scores at the
         last token that is not the configuration's padding, so the tokens after a row's end are
-        replaced by it. Of ranks that share samples, each has the scores of its part of a row, and
-        the scores of the rank with the last token are used."""
+        replaced by padding. Ranks that share samples have scores of separate parts of a row: the
+        scores of the rank with the last token are used."""
         padded = self._padded(moved)
         outputs = self._forward(batch, padded)
         scores = outputs.logits.float()
@@ -319,6 +319,7 @@ class DeviceFeed:
             yield self._when_copied(*last)
 
     def _when_copied(self, batch: MicroBatch, copied: _Copied) -> tuple[MicroBatch, MicroBatch]:
+        """Return `batch` and its copy on the device; the computing stream waits for the copy."""
         computing = torch.cuda.current_stream(self._device)
         # Not `computing.wait_event`, which is counted as waiting for other ranks
         # (`bigtrain.models.torch_patches.observed_device_waits`).

@@ -87,10 +87,11 @@ class TrainingBatches:
         readers = [BatchReader(dataset, options) for _ in range(workers)]
         self._workers = [_Worker(partial(self._read, reader)) for reader in readers]
         self._next_worker = cycle(self._workers)
-        # Rows that were read and are not returned yet, with the number of their first sample; their
-        # buffer; the requests that workers read, in order; free buffers.
+        # First sample and rows of the current request that are not returned yet.
         self._ready: tuple[int, StoredRows] | None = None
+        # Buffer of the current request.
         self._returned_rows: StoredRows | None = None
+        # Requests that workers read ahead, in order; and free buffers.
         self._ahead: deque[tuple[_Request, _Worker]] = deque()
         self._spare: list[StoredRows] = []
 

@@ -100,7 +100,7 @@ class Part:
 
     def read(self, fd: int, begin: int, out: memoryview) -> None:
         """Read bytes [begin, begin + len(out)) of the part from its open file. Raises
-        CorruptCheckpointError if a block that holds some of these bytes is not as written."""
+        CorruptCheckpointError if a block that contains some of the bytes is not as written."""
         position, end = begin, begin + len(out)
         while position < end:
             block = position // BLOCK_BYTES

@@ -165,6 +165,7 @@ class _Reduction:
     # --- layout ---
 
     def _every_slot(self) -> Iterable[tuple[nn.Parameter, Slot]]:
+        """Yield every trained parameter with its slot in DeepSpeed's partitions."""
         optimizer = self._optimizer
         rank = self._rank
         for i, group in enumerate(optimizer.bit16_groups):
@@ -181,8 +182,8 @@ class _Reduction:
                 if number in begins:
                     slot.start = optimizer.grad_start_offset[i][rank][number]
                     slot.begin = begins[number]
-                    room = int(optimizer.partition_size[i]) - slot.begin
-                    slot.count = min(size - slot.start, room)
+                    remaining_elements = int(optimizer.partition_size[i]) - slot.begin
+                    slot.count = min(size - slot.start, remaining_elements)
                 yield parameter, slot
 
     # --- during the backward pass ---

@@ -48,7 +48,7 @@ class Blocks:
 
     def __init__(self, shape: Sequence[int], box: Box, device: torch.device) -> None:
         self.index: slice | torch.Tensor
-        # Of each element of the rectangle, in the rectangle's blocks one after another.
+        # Positions of the rectangle's elements in the rectangle's blocks, one after another.
         self._positions: slice | torch.Tensor
         first, last = box.flat_ends(shape)
         if box.is_flat_range(shape):
@@ -63,10 +63,10 @@ class Blocks:
                 coordinates = torch.arange(offset, offset + size, device=device)
                 flat = flat.unsqueeze(-1) * length + coordinates
             flat = flat.view(-1)
-            self.index, local_blocks = torch.unique_consecutive(
+            blocks, local_blocks = torch.unique_consecutive(
                 flat // BLOCK_ELEMENTS, return_inverse=True
             )
-            self.num_blocks = len(self.index)
+            self.index, self.num_blocks = blocks, len(blocks)
             self._positions = local_blocks * BLOCK_ELEMENTS + flat % BLOCK_ELEMENTS
 
     def spread(self, elements: torch.Tensor, fill_values: torch.Tensor) -> torch.Tensor:
