@@ -271,7 +271,7 @@ class ForwardPasses:
         if self.sequence is not None:
             positions = (moved.position_ids, batch.position_ids)
             return dict(self.sequence.inputs(moved.input_ids, *positions))
-        # Some models flatten them with `view`.
+        # Some models flatten the ids with `view`.
         inputs: dict[str, Any] = {"input_ids": moved.input_ids.contiguous()}
         if moved.position_ids is not None:
             # Without an attention mask and a cache, transformers separates documents where

@@ -155,6 +155,7 @@ def marked_conversation(
 
 
 def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return message `number` of a conversation with marks around its strings."""
     marked = dict(message)
     for key in REASONING_KEYS:
         if key in message:
@@ -163,7 +164,7 @@ def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> d
     content = message.get("content")
     part = ChatPart(CONTENT, number, f"the content of message {number}")
     if isinstance(content, str):
-        marked["content"] = marking.text(part, content, message["role"] == "assistant")
+        marked["content"] = marking.text(part, content, thinks=message["role"] == "assistant")
     elif content is not None:
         marked["content"] = marking.tree(part, content, keys=False)
     for key, value in message.items():

@@ -373,7 +373,7 @@ class _Reduction:
             source, begin = (partitions[run.group], run.begin) if is_in_place else (scratch, offset)
             placed.append(_RunBuffer(run, source.narrow(0, begin, run.count), is_in_place))
             offset += run.count
-        # One call puts the gradients there, and casts them.
+        # One call copies the gradients into the buffers of the runs, and casts the gradients.
         parts = [
             part
             for placed_run in placed

@@ -39,19 +39,23 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
     count = getattr(text, "num_hidden_layers", None)
     prefixes = [f"{name}." for name, _ in listed_layers(model, count)]
     products: list[list[Matmul]] = [[] for _ in prefixes]
-    # Numbers of parameters of every layer, and outside of layers: trained by every rank, divided,
-    # and sums that are saved.
+    # Numbers of parameters of every layer, and outside of layers: replicated, divided, and saved
+    # sums.
+    replicated, divided, saved_sums = range(3)
     parameter_counts = [[0, 0, 0] for _ in (*prefixes, None)]
 
     def add(
         name: str, matmuls: list[Matmul], num_elements: int = 0, *, cut: bool = False
     ) -> list[int]:
+        """Add the products of the adapters of module `name`, and `num_elements` parameters without
+        a product, to the module's layer; outside of layers products count as parameters. Return the
+        layer's numbers of parameters."""
         index = next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
-        parameter_counts[index][cut] += num_elements
+        parameter_counts[index][divided if cut else replicated] += num_elements
         if index >= 0:
             products[index] += matmuls
         else:
-            parameter_counts[index][0] += sum(
+            parameter_counts[index][replicated] += sum(
                 m.in_size * m.out_size * m.num_groups for m in matmuls
             )
         return parameter_counts[index]
@@ -73,7 +77,7 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
             side = "in" if "colwise" in style else "out"
         stack = Matmul(first_size, second_size, side, num_groups=groups, share=share)
         stack_matmuls = list(adapter_of(stack, section.rank))
-        add(name, stack_matmuls)[2] += groups * first_size * second_size
+        add(name, stack_matmuls)[saved_sums] += groups * first_size * second_size
 
     # Trained copies. A layer that is split by inputs has a full bias.
     for name in find_saved(model, section).names:

@@ -290,8 +290,8 @@ _GATE_ENDS = ("weight", "bias")
 
 def division_of(layer: nn.Module, called_names: set[str]) -> Division | None:
     """Return how `layer`, which calls functions of `FUNCTIONS`, is divided; None if it cannot be.
-    The layer is unsharded; for a function that is called in a part of a layer (`_rnn_scan`), the
-    layer."""
+    `layer`: the unsharded layer, also if only a part of the layer calls the function
+    (`_rnn_scan`)."""
     functions = [FUNCTIONS[name] for name in called_names & FUNCTIONS.keys()]
     function_kinds = {function.kind for function in functions} - {CONVOLUTION}
     makers: dict[frozenset[str], Callable[[Any], Division]] = {

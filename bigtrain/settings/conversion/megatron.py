@@ -19,8 +19,8 @@ _OF_TESTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT"
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a file: names with underscores and without dashes before them, those
-    below MODEL_ARGS, language_model and model_parallel at the top."""
+    """Return the arguments of a file: names with underscores, without leading dashes; arguments
+    below MODEL_ARGS, language_model and model_parallel move to the top."""
     arguments: dict[str, Any] = {}
     for name, value in tree.items():
         if name in ("MODEL_ARGS", "language_model", "model_parallel") and isinstance(
