@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
             )
             return train_resolved(run, world, stop_signals, importing).exit_code
         except BigtrainError as error:
-            # The launcher may send SIGTERM because this rank fails: print the error all the same.
+            # The launcher may send SIGTERM because this rank fails: print the error anyway.
             stop_signals.listen()
             # Usually every rank fails with the same error: one per host prints it.
             if world.size == 1 or notes.is_first(str(error)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bigtrain.settings.conversion.convert import TRAINERS
 from bigtrain.settings.conversion.tables import Table
-from bigtrain.settings.conversion.trainer import TABLE as TRAINER_TABLE
+from bigtrain.settings.conversion.trainer_keys import TRAINER_TABLE
 from tools.markdown import markdown_cell
 
 _HEAD = """\

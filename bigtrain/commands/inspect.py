@@ -122,7 +122,7 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
         lines.append(f"  inputs:   {len(manifest.sources):,}")
         lines += [f"    {source.path}" for source in manifest.sources[:SHOWN]]
         lines += _more(len(manifest.sources))
-    # Splits, with the first shards of each.
+    # Splits, each with its first shards.
     for split, part in tree["splits"].items():
         lines.append(f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens")
         for shard in part["shards"][:SHOWN]:

@@ -105,6 +105,7 @@ def _uncollected() -> Iterator[None]:
     again as much at exit with torch."""
     was_enabled = gc.isenabled()
     gc.disable()
+    # Frozen objects are not searched at exit; registered once, however many plans there are.
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
     try:

@@ -108,8 +108,8 @@ class ForwardPasses:
         self, input_ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return the result of `read` on the logits [samples, tokens, vocabulary] of `input_ids` in
-        evaluation mode, on the CPU. Collective; every rank brings input of one shape. Ranks
-        with the same data rank (tensor, sequence, pipeline parallel) bring the same input."""
+        evaluation mode, on the CPU. Collective; the inputs of all ranks have one shape. Ranks
+        with one data rank (tensor, sequence, pipeline parallel) have equal inputs."""
         self.engine.eval()
         # The input is not split over the sequence-parallel ranks, and another shape would compile
         # the layers once more.
@@ -172,10 +172,10 @@ class ForwardPasses:
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
         """Return the scores per row at the last token, float32 [R, L], and all else that the model
-        returned. A row has as many targets as tokens. transformers' class looks for the last token
-        that is not padding, so that the tokens after the end are the configuration's. Ranks that
-        share samples search their parts of a row; the scores of the rank that finds the last token
-        are used."""
+        returned. A row has as many targets as tokens. transformers' class takes the scores at the
+        last token that is not the configuration's padding, so the tokens after a row's end are
+        replaced by padding. Ranks that share samples have scores of separate parts of a row: the
+        scores of the rank with the last token are used."""
         padded = self._padded(moved)
         outputs = self._forward(batch, padded)
         scores = outputs.logits.float()
@@ -271,7 +271,7 @@ class ForwardPasses:
         if self.sequence is not None:
             positions = (moved.position_ids, batch.position_ids)
             return dict(self.sequence.inputs(moved.input_ids, *positions))
-        # Some models flatten them with `view`.
+        # Some models flatten the ids with `view`.
         inputs: dict[str, Any] = {"input_ids": moved.input_ids.contiguous()}
         if moved.position_ids is not None:
             # Without an attention mask and a cache, transformers separates documents where
@@ -319,6 +319,7 @@ class DeviceFeed:
             yield self._when_copied(*last)
 
     def _when_copied(self, batch: MicroBatch, copied: _Copied) -> tuple[MicroBatch, MicroBatch]:
+        """Return `batch` and its copy on the device; the computing stream waits for the copy."""
         computing = torch.cuda.current_stream(self._device)
         # Not `computing.wait_event`, which is counted as waiting for other ranks
         # (`bigtrain.models.torch_patches.observed_device_waits`).

@@ -208,8 +208,9 @@ class _Join(_RendezvousJoinOp):
         if self._without_place_since is None:
             self._without_place_since = now
         settings = ctx.settings
-        limit = settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
-        if now - self._without_place_since > limit + _ERRAND_SECONDS:
+        interval_seconds = settings.keep_alive_interval.total_seconds()
+        lost_seconds = interval_seconds * settings.keep_alive_max_attempt
+        if now - self._without_place_since > lost_seconds + _ERRAND_SECONDS:
             raise TooManyHostsError(
                 f"the run has all of its {settings.max_nodes} nodes and {self._spares} spares"
             )

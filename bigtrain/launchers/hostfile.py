@@ -116,9 +116,9 @@ def _what_is_wrong(line: str) -> str:
         return f"{line!r}: no host before slots -> write its name first: node-1 {name}"
     if not slots_text:
         return f"{name}: no slots -> write the number of its processes: {name} slots=8"
-    number = re.fullmatch(r"(?:slots\b)?[\s=:]*(\d+)", slots_text)
-    if number is not None:
-        return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots={number[1]}"
+    slots_match = re.fullmatch(r"(?:slots\b)?[\s=:]*(\d+)", slots_text)
+    if slots_match is not None:
+        return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots={slots_match[1]}"
     if re.search(r"\sslots=\d+$", line):  # which word is the name is unknown
         joined = "-".join(line.split()[:-1])
         return (

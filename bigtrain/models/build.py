@@ -324,6 +324,8 @@ def _units(
 def _post_order(
     module: nn.Module, prefix: str, owner: PreTrainedModel, recurse: bool
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Yield the name of each module below `module`, the module, and the innermost pretrained model
+    that contains it; children come before their parents."""
     if isinstance(module, PreTrainedModel):
         owner = module
     if recurse:

@@ -172,11 +172,11 @@ def functions_called(module: nn.Module, names: Iterable[str]) -> set[str]:
     if isinstance(module, GradientCheckpointingLayer) or not hasattr(forward, "__code__"):
         return set()
     names_called = set(forward.__code__.co_names).intersection(names)
-    places = (
+    namespaces = (
         forward.__globals__,
         {name: getattr(type(module), name, None) for name in names_called},
     )
-    return {name for name in names_called if any(callable(place.get(name)) for place in places)}
+    return {name for name in names_called if any(callable(n.get(name)) for n in namespaces)}
 
 
 def uses_kernel(function: Callable[..., Any]) -> bool:

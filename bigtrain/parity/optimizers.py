@@ -154,16 +154,6 @@ class _Muon:
         return x.T if is_tall else x
 
 
-def _adafactor(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
-    settings = section.adafactor
-    return torch.optim.Adafactor(
-        groups,
-        beta2_decay=settings.beta2_decay,
-        eps=(settings.eps1, settings.eps2),
-        d=settings.clip_threshold,
-    )
-
-
 class _Lion:
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2); torch has none."""
 
@@ -186,20 +176,20 @@ class _Lion:
                 moment.mul_(self._betas[1]).add_(gradient, alpha=1 - self._betas[1])
 
 
-def _adamw_8bit(groups: Groups, section: OptimizerSection) -> PlainOptimizer:
-    optimizer: PlainOptimizer = import_bitsandbytes().optim.AdamW8bit(
-        groups, betas=section.betas, eps=section.eps
-    )
-    return optimizer
-
-
 PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {
     "adamw": lambda groups, section: torch.optim.AdamW(
         groups, betas=section.betas, eps=section.eps
     ),
-    "adamw_8bit": _adamw_8bit,
+    "adamw_8bit": lambda groups, section: import_bitsandbytes().optim.AdamW8bit(
+        groups, betas=section.betas, eps=section.eps
+    ),
     "lion": _Lion,
-    "adafactor": _adafactor,
+    "adafactor": lambda groups, section: torch.optim.Adafactor(
+        groups,
+        beta2_decay=section.adafactor.beta2_decay,
+        eps=(section.adafactor.eps1, section.adafactor.eps2),
+        d=section.adafactor.clip_threshold,
+    ),
 }
 """Optimizers by ``optimizer.type``: on full masters, in groups with and without decay."""
 

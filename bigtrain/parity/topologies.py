@@ -13,7 +13,7 @@ from bigtrain.models.configuration import load_hf_config
 from bigtrain.models.equivalence.model_plan import try_model
 from bigtrain.models.equivalence.tensor_parallel import check_tensor_size
 from bigtrain.models.experts import has_auxiliary_loss
-from bigtrain.parity.proxy import SHIPPED, EngineChoice, Proxy
+from bigtrain.parity.proxy import SHIPPED, Proxy
 from bigtrain.settings.degrees import MODEL_DEGREES, Degrees
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import resolve_run
@@ -55,7 +55,15 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
             rule_refusal = _rule_refusal(point_config, engine.config, world_size)
             refusal = rule_refusal or refused_by_model(parallel)
             is_wrong = rule_refusal is None and refusal is not None and is_other_loss(parallel)
-            name = _name(point_config, engine, world_size)
+            # The point's name: the engine, and the degrees above 1.
+            degrees = Degrees.of_world(world_size, parallel.degrees)
+            sizes = {name.removesuffix("_size"): getattr(degrees, name) for name in MODEL_DEGREES}
+            if degrees.ring_size > 1:
+                renamed = {"sequence": "ulysses"}
+                sizes = {renamed.get(name, name): size for name, size in sizes.items()}
+                sizes["ulysses"] = degrees.ulysses_size
+            words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+            name = ", ".join([engine.label, f"data {degrees.data_size}", *words])
             points_found.append(Point(name, engine.config, point_config, refusal, is_wrong))
     # A point in the run's precision.
     if proxy.precision is not None:
@@ -99,17 +107,6 @@ def _degrees(world_size: int, *, has_experts: bool) -> Iterator[ParallelSection]
             replicas = Degrees.of_world(world_size, parallel.degrees).partition_size
             for expert in (n for n in divisors if replicas % n == 0 and (n == 1 or has_experts)):
                 yield parallel.model_copy(update={"expert": expert})
-
-
-def _name(config: RunConfig, engine: EngineChoice, world_size: int) -> str:
-    degrees = Degrees.of_world(world_size, config.parallel.degrees)
-    sizes = {name.removesuffix("_size"): getattr(degrees, name) for name in MODEL_DEGREES}
-    if degrees.ring_size > 1:
-        renamed = {"sequence": "ulysses"}
-        sizes = {renamed.get(name, name): size for name, size in sizes.items()}
-        sizes["ulysses"] = degrees.ulysses_size
-    words = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join([engine.label, f"data {degrees.data_size}", *words])
 
 
 def _rule_refusal(config: RunConfig, engine: str, world_size: int) -> str | None:

@@ -303,7 +303,7 @@ def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
     """Return the sections of the run YAML. Raises ConfigError for options that contradict each
     other or the shards."""
     model = _model_section(new_run)
-    # Vocabulary, rows and length of shards; text has them once it is tokenized.
+    # Shards determine vocabulary, format of rows and number of samples; text does not yet.
     shards = read_shards(new_run.data) if new_run.is_tokenized else None
     if shards is not None:
         _check_rows(new_run, shards, command)
@@ -328,7 +328,7 @@ def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
     rows = new_run.rows if shards is None else shards.rows
     rates = _PREFERENCE_LR if rows == PAIRS.name else _LR
     on_cpu = new_run.devices is None or new_run.devices.strip().lower().endswith("cpu")
-    every = max(1, steps // _SAVES)
+    steps_per_save = max(1, steps // _SAVES)
     tree: dict[str, Any] = {
         "model": model,
         "data": {"path": new_run.data if new_run.is_tokenized else new_run.shards},
@@ -344,9 +344,9 @@ def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
             "warmup_steps": round(steps * _WARMUP_FRACTION),
         },
         "precision": {"dtype": "float32" if on_cpu else "bfloat16"},
-        "checkpoint": {"every_steps": every},
-        "evaluation": {"every_steps": every},
-        "logging": {"every_steps": min(10, every)},
+        "checkpoint": {"every_steps": steps_per_save},
+        "evaluation": {"every_steps": steps_per_save},
+        "logging": {"every_steps": min(10, steps_per_save)},
         "output": {"directory": new_run.run_directory or _run_directory(new_run)},
     }
     if shards is not None and not shards.num_held_out:

@@ -193,6 +193,8 @@ def _cluster(
     network: float | None,
     hardware: str | Path | None,
 ) -> tuple[Cluster, MeasuredEngine | None]:
+    """Return the cluster of `devices` (``64xH100-80GB``), and the engine's measured times, from a
+    calibration or for a CPU. `nodes_of`: devices per node. Raises ConfigError."""
     from bigtrain.planner.search import Cluster
     from bigtrain.planner.tables.engines import cpu_engine, load_calibration
     from bigtrain.planner.tables.hardware import find_device, with_network
@@ -376,19 +378,20 @@ def run_and_engine(
 
 
 def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[RunPrediction, str]:
-    """Return the prediction for the run, and a remark on the model's costs (or empty). Without
-    `device` torch is not imported. Raises ConfigError or ModelError if the model is not known."""
+    """Return the prediction for the run, and a remark on the model's costs, which may be empty.
+    Without `device` torch is not imported. Raises ConfigError or ModelError if the model is not
+    known."""
     from bigtrain.models.tracing.traced_costs import model_costs
     from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run, with_teacher
     from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.settings.resolve import resolve_teacher
 
-    measured = cpu_engine() if device is not None and device.is_cpu else None
+    measured_engine = cpu_engine() if device is not None and device.is_cpu else None
     model, remark = model_costs(resolved.config, traces=device is not None)
     tokens = resolved.plan.micro_batch_tokens // resolved.topology.sequence_size
     chunk = auto_loss_chunk(resolved.config.model, model, tokens)
-    prediction = predict_run(resolved, model, chunk, device, measured)
+    prediction = predict_run(resolved, model, chunk, device, measured_engine)
     if (teacher := resolve_teacher(resolved)) is not None:
         costs, _ = model_costs(teacher.config, traces=device is not None)
-        prediction = with_teacher(prediction, teacher, costs, device, measured)
+        prediction = with_teacher(prediction, teacher, costs, device, measured_engine)
     return prediction, remark

@@ -129,7 +129,7 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     # Recorded as they are given, or as they were resolved.
     names = OptionsRecord.model_fields.keys() & {field.name for field in fields(TokenizeOptions)}
     resolved: dict[str, object] = {
-        "labels": _labels(options, name),
+        "labels": _labels(options, format_name=name),
         "text_keys": reading.text_keys if rows is None else rows.keys,
         "shard_bytes": options.shard_bytes or DEFAULT_SHARD_BYTES,
         "max_document_bytes": reading.max_document_bytes,
@@ -147,13 +147,14 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     return OptionsRecord(**({name: getattr(options, name) for name in names} | resolved))
 
 
-def _labels(options: TokenizeOptions, name: str) -> tuple[str, ...]:
-    """Return the names of the labels. Raise DataError if they do not fit the format of rows."""
+def _labels(options: TokenizeOptions, format_name: str) -> tuple[str, ...]:
+    """Return the names of the labels. Raise DataError if the format `format_name` has no labels, or
+    needs other ones."""
     from bigtrain.data.shards.manifest import MAX_LABELS
     from bigtrain.objectives.section import ROWS
 
     labels = tuple(options.labels or ())
-    rows = ROWS.get(name)
+    rows = ROWS.get(format_name)
     if rows is None or not rows.has_classes:
         if labels:
             raise DataError("--labels are of --format classification -> name it, or remove them")

@@ -123,8 +123,8 @@ def finish(
     outer: Mapping[str, Any],
 ) -> None:
     """Export the last checkpoint to ``RUN/hf`` if asked, and log the summary. Collective. outer:
-    the outer step of a site's weights, for `EXPORTED`. Raises on every rank ModelError if the
-    exported model's logits differ, StaleLaunchError."""
+    the outer step of a site's weights, for `EXPORTED`. On every rank, raises ModelError if the
+    exported model's logits differ, and StaleLaunchError if a newer launch has the directory."""
 
     def export() -> list[str]:
         context.claim.check()
@@ -144,7 +144,7 @@ def finish(
             )
             record.write_text(json.dumps({"step": state.step, **outer}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
-            if copies is not None:
+            if copies is not None:  # or the export replaces a waiting checkpoint
                 summary += copies.wait(context.config.output.copy_wait_seconds)
                 copies.add(output)
         if copies is not None:

@@ -48,15 +48,15 @@ class OuterSteps:
     """Outer steps of a run; none without sites. All methods are collective over this site."""
 
     def __init__(self, context: SegmentContext) -> None:
-        """Construct before anything is restored: checkpoints contain the global weights, too."""
+        """Construct before a checkpoint is restored: the global weights of the sites are restored
+        with it."""
         self._context = context
         self._step: OuterStep | None = None
         config = context.config
         if config.sites is not None:
             run = checkpoints.make_run_id(context.directory) if context.world.is_main else ""
             facts = _facts(context, context.inputs.data_hash)
-            allowed = config.checkpoint.allow_changes
-            beat = context.heartbeat
+            heartbeat = context.heartbeat
             from bigtrain.sites.outer_step import OuterStep
 
             self._step = OuterStep(
@@ -65,10 +65,10 @@ class OuterSteps:
                 context.world,
                 facts,
                 last_step=config.train.total_steps,
-                allowed=allowed,
+                allowed=config.checkpoint.allow_changes,
                 run=run,
                 # Other sites may be far from their next outer step: not a hang of this one.
-                on_wait=lambda: beat.set_activity("waiting for the other sites", slow=True),
+                on_wait=lambda: heartbeat.set_activity("waiting for the other sites", slow=True),
             )
 
     def begin(self, state: TrainState) -> TrainState:
@@ -83,10 +83,10 @@ class OuterSteps:
         sites = self._step.sites
         if sites.start_server and sites.index == 0:
             directory = self._context.directory / _SERVER_DIRECTORY
-            start = self._context.long_work.on_main_rank
             from bigtrain.sites.own_server import start_own_server
 
-            self._context.log.info(start(lambda: start_own_server(sites, directory)))
+            on_main_rank = self._context.long_work.on_main_rank
+            self._context.log.info(on_main_rank(lambda: start_own_server(sites, directory)))
         if sites.count > 1:
             self._context.log.info(f"site {sites.index} of {sites.count}, server {sites.server}")
         self._step.begin(

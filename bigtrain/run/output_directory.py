@@ -41,17 +41,13 @@ def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
     rule, remedy = _owner(directory), f"a directory of its own, such as {parent / 'run'}"
     if rule is None and is_here:
         rule, remedy = why_not_creatable(directory), "choose another one"
-        if rule is None and (part := _unwritable_part(directory)):
-            rule = f"this user cannot write to {part}"
+        # Directories and files of an earlier run: otherwise only the first save would notice.
+        written = [] if rule else [directory / name for name in _WRITTEN]
+        unwritable = [path for path in written if path.exists() and not os.access(path, os.W_OK)]
+        if unwritable:
+            rule = f"this user cannot write to {unwritable[0]}"
             remedy = "change its owner or permissions, or choose another one"
     return [] if rule is None else [Problem(KEY, str(directory), rule, remedy)]
-
-
-def _unwritable_part(directory: Path) -> Path | None:
-    """Return a directory or a file in the run's `directory` that the run writes to, and that this
-    user cannot: the first save would notice it."""
-    written = [directory / name for name in _WRITTEN]
-    return next((path for path in written if path.exists() and not os.access(path, os.W_OK)), None)
 
 
 def _owner(directory: Path) -> str | None:

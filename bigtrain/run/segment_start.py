@@ -229,6 +229,7 @@ def resume(
         context.signals.listen()
         if acquire_run_directory(context, state):
             return Resumed(context, state, batches, evaluator)
+        # An earlier launch has saved a newer checkpoint in the meantime: resume from this one.
         batches.close()
 
 

@@ -15,7 +15,8 @@ from bigtrain.data.shards.dataset import Level
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.run.length import with_steps
 from bigtrain.run.preflight import Inputs, inspect_inputs
-from bigtrain.settings.resolve import ResolvedRun, in_phase
+from bigtrain.settings.batch_plan import in_phase
+from bigtrain.settings.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""Split of a global batch into micro-batches: accumulation, micro-batch size, samples of a step.
-Pure."""
+"""Split of a global batch into micro-batches (accumulation, micro-batch size, samples of a step),
+and rules of a run whose batch changes (``batch.phases``). Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from bigtrain.errors import Problem
 from bigtrain.settings.degrees import largest_divisor
-from bigtrain.settings.run_config import BatchSection
+from bigtrain.settings.run_config import BatchSection, RunConfig
 
 _MOST_RANKS = 1 << 32  # of one site
 
@@ -162,3 +162,112 @@ def _plan_shares(
         site_begin=samples_per_share * sum(shares[:site]),
     )
     return plan, []
+
+
+def check_phases(config: RunConfig) -> list[Problem]:
+    """Check what does not go with ``batch.phases``."""
+    steps, needed = config.train.steps, config.batch.ends()[-1]
+    # For each rule: whether it applies, then the key, value, rule and fix of its problem.
+    rules: list[tuple[bool, str, object, str, str]] = [
+        *(
+            (
+                True,
+                key,
+                epochs,
+                "steps of batch.phases read different numbers of samples, so an epoch cannot be "
+                "counted in steps",
+                f"{key.replace('epochs', 'steps')}=N {key}=null",
+            )
+            for key, epochs in config.epoch_settings.items()
+        ),
+        (
+            steps is not None and steps < needed,
+            "train.steps",
+            steps,
+            f"batch.phases have {needed} steps",
+            f"train.steps={needed} or more",
+        ),
+        (
+            config.sites is not None,
+            "sites",
+            "set",
+            "sites make rounds of steps of one batch, and batch.phases changes it",
+            "omit batch.phases, or train at one site (sites=null)",
+        ),
+        (
+            config.data.has_complete_documents,
+            "data.packing",
+            config.data.packing,
+            "samples of documents are made for one batch.sequence_length and one order, and "
+            "batch.phases changes it",
+            "data.packing=concatenate, with data.document_boundaries=isolate",
+        ),
+        (
+            config.checkpoint.memory is not None,
+            "checkpoint.memory",
+            "set",
+            "checkpoints in memory are of one batch, and batch.phases changes it",
+            "checkpoint.memory=null",
+        ),
+        (
+            not config.objective.kind.is_next_token,
+            "objective.type",
+            config.objective.type,
+            "batch.phases are for samples of any length, and pairs and answers have their own",
+            "next_token, or omit batch.phases",
+        ),
+        (
+            config.adapters is not None,
+            "adapters",
+            "set",
+            "a run with batch.phases reads all weights from its checkpoint at each phase, which "
+            "has none of the base",
+            "omit batch.phases, and change the batch when it resumes, by "
+            "checkpoint.allow_changes=[batch]",
+        ),
+        (
+            config.data.samples is not None,
+            "data.samples",
+            "set",
+            "samples of your own have one length, and batch.phases changes it",
+            "omit batch.phases",
+        ),
+    ]
+    problems = [
+        Problem(key, value, rule, fix) for applies, key, value, rule, fix in rules if applies
+    ]
+    return problems + _check_phase_lengths(config)
+
+
+def _check_phase_lengths(config: RunConfig) -> list[Problem]:
+    """Check that a chunk of the stream contains complete samples of every phase."""
+    problems = []
+    chunk = config.data.chunk_length
+    for number in range(len(config.batch.phases)):
+        length = config.batch.of_phase(number).sequence_length
+        if chunk is not None and chunk % length:
+            rule = f"is not a divisor of data.chunk_length = {chunk}"
+            nearest = f"nearest: data.chunk_length={-(-chunk // length) * length}"
+            key = f"batch.phases[{number}].sequence_length"
+            problems.append(Problem(key, length, rule, nearest))
+    return problems
+
+
+def in_phase(
+    config: RunConfig, number: int, problems: Sequence[Problem], reported: Sequence[Problem] = ()
+) -> list[Problem]:
+    """Return `problems` of a phase that are not `reported` yet, with the phase's keys; problems of
+    the section ``batch``, which holds after the last phase, as they are."""
+    new = [problem for problem in problems if problem not in reported]
+    if number == len(config.batch.phases):
+        return new
+    name = f"batch.phases[{number}]"
+    return [
+        replace(
+            problem,
+            key=problem.key.replace("batch.", f"{name}.", 1)
+            if problem.key.startswith("batch.")
+            else f"{problem.key} (in {name})",
+        )
+        for problem in new
+    ]

@@ -96,10 +96,13 @@ def raised_at(error: BaseException, owner: object = None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     own_file = source_file(owner)
-    frames = [frame for frame in _frames(error.__traceback__) if not _is_ours(frame[0])]
-    users = [frame for frame in frames if frame[0] == own_file or not _is_installed(frame[0])]
-    innermost = (users or frames[:1])[-1:]
-    return "".join(f"{file}:{line}" for file, line in innermost) or location(owner)
+    frames = [(f, line) for f, line in _frames(error.__traceback__) if not _is_ours(f)]
+    user_frames = [(f, line) for f, line in frames if f == own_file or not _is_installed(f)]
+    if not frames:
+        return location(owner)
+    # Without a frame of the user's code, the frame of a library that bigtrain called.
+    file, line = user_frames[-1] if user_frames else frames[0]
+    return f"{file}:{line}"
 
 
 def user_code_at(error: BaseException) -> str:

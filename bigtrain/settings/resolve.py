@@ -12,7 +12,7 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.accelerate import SOURCE, AccelerateSettings
-from bigtrain.settings.batch_plan import BatchPlan, plan_batch
+from bigtrain.settings.batch_plan import BatchPlan, check_phases, in_phase, plan_batch
 from bigtrain.settings.compatibility.check import check_compatibility
 from bigtrain.settings.compatibility.facts import Device, Facts, read_facts
 from bigtrain.settings.deepspeed.engine_config import (
@@ -91,7 +91,7 @@ def resolve_run(
 
     # The batch of the section, which holds after the last phase, comes first: its problems are
     # reported under their own keys, and a phase adds the problems that only its batch has.
-    phases, problems, source = [], _check_phases(config), ""
+    phases, problems, source = [], check_phases(config), ""
     for number in range(len(config.batch.phases), -1, -1):
         batch = config.batch.of_phase(number)
         try:
@@ -112,115 +112,6 @@ def largest_phase(run: ResolvedRun) -> ResolvedRun:
     """Return the phase with the most tokens in a micro-batch, which needs the most memory; `run`
     without phases."""
     return max(run.phases or (run,), key=lambda phase: phase.plan.micro_batch_tokens)
-
-
-def in_phase(
-    config: RunConfig, number: int, problems: Sequence[Problem], reported: Sequence[Problem] = ()
-) -> list[Problem]:
-    """Return `problems` of a phase that are not `reported` yet, with the phase's keys; problems of
-    the section ``batch``, which holds after the last phase, as they are."""
-    new = [problem for problem in problems if problem not in reported]
-    if number == len(config.batch.phases):
-        return new
-    name = f"batch.phases[{number}]"
-    return [
-        replace(
-            problem,
-            key=problem.key.replace("batch.", f"{name}.", 1)
-            if problem.key.startswith("batch.")
-            else f"{problem.key} (in {name})",
-        )
-        for problem in new
-    ]
-
-
-def _check_phases(config: RunConfig) -> list[Problem]:
-    """Check what does not go with ``batch.phases``."""
-    steps, needed = config.train.steps, config.batch.ends()[-1]
-    # For each rule: whether it applies, then the key, value, rule and fix of its problem.
-    rules: list[tuple[bool, str, object, str, str]] = [
-        *(
-            (
-                True,
-                key,
-                epochs,
-                "steps of batch.phases read different numbers of samples, so an epoch cannot be "
-                "counted in steps",
-                f"{key.replace('epochs', 'steps')}=N {key}=null",
-            )
-            for key, epochs in config.epoch_settings.items()
-        ),
-        (
-            steps is not None and steps < needed,
-            "train.steps",
-            steps,
-            f"batch.phases have {needed} steps",
-            f"train.steps={needed} or more",
-        ),
-        (
-            config.sites is not None,
-            "sites",
-            "set",
-            "sites make rounds of steps of one batch, and batch.phases changes it",
-            "omit batch.phases, or train at one site (sites=null)",
-        ),
-        (
-            config.data.has_complete_documents,
-            "data.packing",
-            config.data.packing,
-            "samples of documents are made for one batch.sequence_length and one order, and "
-            "batch.phases changes it",
-            "data.packing=concatenate, with data.document_boundaries=isolate",
-        ),
-        (
-            config.checkpoint.memory is not None,
-            "checkpoint.memory",
-            "set",
-            "checkpoints in memory are of one batch, and batch.phases changes it",
-            "checkpoint.memory=null",
-        ),
-        (
-            not config.objective.kind.is_next_token,
-            "objective.type",
-            config.objective.type,
-            "batch.phases are for samples of any length, and pairs and answers have their own",
-            "next_token, or omit batch.phases",
-        ),
-        (
-            config.adapters is not None,
-            "adapters",
-            "set",
-            "a run with batch.phases reads all weights from its checkpoint at each phase, which "
-            "has none of the base",
-            "omit batch.phases, and change the batch when it resumes, by "
-            "checkpoint.allow_changes=[batch]",
-        ),
-        (
-            config.data.samples is not None,
-            "data.samples",
-            "set",
-            "samples of your own have one length, and batch.phases changes it",
-            "omit batch.phases",
-        ),
-    ]
-    problems = [
-        Problem(key, value, rule, fix) for applies, key, value, rule, fix in rules if applies
-    ]
-    return problems + _check_phase_lengths(config)
-
-
-def _check_phase_lengths(config: RunConfig) -> list[Problem]:
-    """Check that a chunk of the stream contains complete samples of every phase."""
-    problems = []
-    chunk = config.data.chunk_length
-    for number in range(len(config.batch.phases)):
-        length = config.batch.of_phase(number).sequence_length
-        if chunk is not None and chunk % length:
-            rule = f"is not a divisor of data.chunk_length = {chunk}"
-            nearest = f"nearest: data.chunk_length={-(-chunk // length) * length}"
-            key = f"batch.phases[{number}].sequence_length"
-            problems.append(Problem(key, length, rule, nearest))
-    return problems
 
 
 @dataclass(frozen=True)
@@ -298,7 +189,7 @@ def _check_extensions(draft: _Draft) -> list[Problem]:
         class_problems = check_samples_class(key, samples.type, samples.settings)
         from bigtrain.settings.sample_stream import check_stream
 
-        # Settings are compared with the kind of samples, which a class without problems has.
+        # Whether the class yields a stream is known only if the class has no problems.
         problems += class_problems or check_stream(config, import_named(key, samples.type))
     if config.model.type is not None:
         model_types = key_table()["model_types"]

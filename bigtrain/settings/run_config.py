@@ -274,10 +274,10 @@ class RunConfig(Section):
         names_are_known = recorded is not None and not self.model.type
         better = (recorded or {}).get(metric.name)
         if names_are_known and metric.name not in (*ENTROPY_METRICS, *(recorded or ())):
-            known = ", ".join(f"{HELD_OUT}{name}" for name in ("loss", *(recorded or ())))
+            choices = ", ".join(f"{HELD_OUT}{name}" for name in ("loss", *(recorded or ())))
             raise ValueError(
                 f"evaluation.best.metric = {best.metric!r} is not measured with objective.type = "
-                f"{self.objective.type} -> {known}"
+                f"{self.objective.type} -> {choices}"
             )
         if better is not None and best.mode != better:
             side = "higher" if better == "max" else "lower"
@@ -353,12 +353,12 @@ class RunConfig(Section):
     def epoch_settings(self) -> dict[str, float]:
         """Settings in epochs, which are counted as steps before the run starts
         (`bigtrain.run.length`), by key."""
-        by_key = {
+        settings = {
             "train.epochs": self.train.epochs,
             "checkpoint.every_epochs": self.checkpoint.every_epochs,
             "evaluation.every_epochs": self.evaluation.every_epochs,
         }
-        return {key: epochs for key, epochs in by_key.items() if epochs is not None}
+        return {key: epochs for key, epochs in settings.items() if epochs is not None}
 
     @model_validator(mode="after")
     def _epochs_need_unweighted_sources(self) -> Self:
@@ -369,10 +369,10 @@ class RunConfig(Section):
         ]
         for key, epochs in self.epoch_settings.items():
             if weighted_keys:
-                in_steps = key.replace("epochs", "steps")
+                steps_key = key.replace("epochs", "steps")
                 raise ValueError(
                     f"{key} = {epochs:g}: sources with weights end their epochs at different "
-                    f"steps, so the run's epoch is undefined -> {in_steps}=N; or "
+                    f"steps, so the run's epoch is undefined -> {steps_key}=N; or "
                     f"{weighted_keys[0]}.epochs instead of weight, for every source"
                 )
         return self

@@ -239,8 +239,9 @@ def held_twice(engine: TrainEngine) -> set[str]:
     """Return the parameters that are replicated inside a site (norms of tensor-parallel ranks, tied
     embeddings of stages).
 
-    In blocks with different neighbours each replica would get a different mean; encoded one element
-    at a time they stay equal. Collective over the site: ZeRO's ranges differ between these ranks.
+    A codec of blocks would round each replica with different neighbours, to a different mean; with
+    elements encoded one at a time the replicas stay equal. Collective over the site: ZeRO's ranges
+    differ between the ranks that have a replica.
     """
     part_names = [part.name for part in _trained_parts(engine) if not part.shard.primary]
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]

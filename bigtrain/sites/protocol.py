@@ -387,7 +387,8 @@ POLLS = frozenset({"wait", "enter", "vote", "get"})
 
 
 def parse_request(action: str, header: Header) -> Request:
-    """Return the fields of a request. Raises RefusedError, in one line, for others."""
+    """Return the fields of a request. Raises RefusedError, whose text is one line, for an unknown
+    action and for wrong fields."""
     request_type = REQUESTS.get(action)
     if request_type is None:
         raise RefusedError(f"unknown action {action[:40]!r}")

@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser, record: type, *, has_help: bo
                 required = argument.one_of == "exactly one"
                 groups[argument.one_of] = parser.add_mutually_exclusive_group(required=required)
             target = groups[argument.one_of]
-        # The option, and another one that gives the same field a fixed value.
+        # The option, and the option that gives the field a fixed value.
         flags = argument.flags or (f"--{field.name.replace('_', '-')}",)
         required = field.default is MISSING
         target.add_argument(*flags, dest=field.name, required=required, **settings)

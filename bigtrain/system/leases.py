@@ -105,6 +105,7 @@ class Leases:
         return create_whole(path, self._owner, draft, durable=False)
 
     def _state(self, path: Path) -> tuple[State, Owner | None]:
+        """Return the state of the lease at `path`, and the owner that it names."""
         owner = _read(path)
         if owner is not None and owner.is_known_dead():
             return "dead", owner

@@ -36,12 +36,12 @@ def srun_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 def srun_tasks_here(environment: Mapping[str, str]) -> int | None:
     """Return the number of this step's tasks on this node; None if it is unknown."""
     node = environment.get("SLURM_NODEID", "")
-    number = environment.get("SLURM_STEP_NUM_NODES", "")
-    if not (node.isdecimal() and number.isdecimal() and int(node) < int(number)):
+    num_nodes = environment.get("SLURM_STEP_NUM_NODES", "")
+    if not (node.isdecimal() and num_nodes.isdecimal() and int(node) < int(num_nodes)):
         return None
     try:
-        text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-        return expand_counts(text, int(number))[int(node)]
+        task_counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        return expand_counts(task_counts, int(num_nodes))[int(node)]
     except LaunchError:
         return None
 

@@ -137,16 +137,16 @@ def has_other_hosts(world: World, environment: Mapping[str, str]) -> bool:
 def foreign_variables(world: World, environment: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables of other launchers that contradict `world`, with the value that agrees
     with it; None if the variable must be unset."""
-    facts = {
+    expected = {
         **dict.fromkeys(_RANKS, str(world.rank)),
         **dict.fromkeys(_SIZES, str(world.size)),
         **dict.fromkeys(_LOCAL_RANKS, str(world.local_rank)),
     }
     local_size = ranks_here(environment)
     if local_size is not None:
-        facts |= dict.fromkeys(_LOCAL_SIZES, str(local_size))
+        expected |= dict.fromkeys(_LOCAL_SIZES, str(local_size))
     overrides: dict[str, str | None] = {
-        name: value for name, value in facts.items() if environment.get(name, value) != value
+        name: value for name, value in expected.items() if environment.get(name, value) != value
     }
     if local_size is None:
         overrides |= {name: None for name in _LOCAL_SIZES if name in environment}

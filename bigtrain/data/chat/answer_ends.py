@@ -33,8 +33,8 @@ class _EndAfter(NamedTuple):
 
 
 class AnswerEnds:
-    """Tokens that end answers under a chat template. Can be pickled. by_next_role: the token of the
-    next role ends an answer."""
+    """Tokens that end answers under a chat template. Can be pickled. usual: text of the first token
+    after an answer. by_next_role: this is the token of the next role."""
 
     def __init__(
         self, template: ChatTemplate, control: ControlTokens, eos: Collection[str]
@@ -42,12 +42,13 @@ class AnswerEnds:
         """`eos`: texts of the tokens that end generation by the tokenizer's own settings."""
         self.eos = frozenset(eos)
         self._template, self._control = template, control
-        after = self._after_answer([_ASKED, _ANSWERED])
-        self.usual = None if after is None else self._first_token(after)
+        after_last = self._after_answer([_ASKED, _ANSWERED])
+        self.usual = None if after_last is None else self._first_token(after_last)
         self.by_next_role = False
-        if after is not None and not after.strip():
-            longer = self._after_answer([_ASKED, _ANSWERED, _ASKED])
-            self.usual = None if longer is None else self._first_token(longer)
+        # Nothing is written after the last answer: the token of the next role may end answers.
+        if after_last is not None and not after_last.strip():
+            before_question = self._after_answer([_ASKED, _ANSWERED, _ASKED])
+            self.usual = None if before_question is None else self._first_token(before_question)
             self.by_next_role = self.usual is not None
         self.inner_controls = self._between_thought_and_answer()
 

@@ -64,8 +64,8 @@ class TokenizedRow:
 @dataclass(frozen=True)
 class PlainText:
     """Prompt and completion as plain text, `text` together. `control`: ranges of control tokens in
-    `text`; None if the text of every control token is one. is_open: has no end. may_have_start: the
-    text may spell the tokens at the start of every text."""
+    `text`; None if every occurrence of a control token's text is a control token. is_open: has no
+    end. may_have_start: the text may spell the tokens at the start of every text."""
 
     prompt: str
     text: str
@@ -96,10 +96,10 @@ class PlainText:
 @dataclass(frozen=True)
 class RenderedChat:
     """Messages as text. `spans`: learned character ranges; `weights`: factors of the losses in the
-    ranges, None if all are 1. `control`: ranges of the template's control tokens; None if the text
-    of every control token is one. `dropped`: parts that the template does not write. `ends`,
-    `inner_controls`: texts of the control tokens that end answers, and of other control tokens in
-    answers."""
+    ranges, None if all are 1. `control`: ranges of the template's control tokens; None if every
+    occurrence of a control token's text is a control token. `dropped`: parts that the template does
+    not write. `ends`: texts of the control tokens that end answers. `inner_controls`: texts of
+    other control tokens in answers."""
 
     text: str
     spans: Spans
@@ -121,8 +121,9 @@ class RenderedChat:
         mask, weights = np.zeros(len(tokens), np.bool_), np.ones(len(tokens), np.float32)
         span_weights = self.weights or (1.0,) * len(self.spans)
         for (begin, end), weight in zip(self.spans, span_weights, strict=True):
-            # transformers' rule: from the first token with the first character to the first with
-            # the last one. If a tokenizer drops characters: the tokens inside the range.
+            # transformers' rule: a range begins with the first token that has its first character,
+            # and ends with the first token that has its last character. If no token has one of the
+            # two characters, since the tokenizer drops it, the tokens inside the range count.
             first, last = _first_at(ranges, begin), _first_at(ranges, end - 1)
             if first is None or last is None:
                 tokens_inside = np.flatnonzero((ranges[:, 1] > begin) & (ranges[:, 0] < end))

@@ -155,6 +155,7 @@ def marked_conversation(
 
 
 def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return message `number` of a conversation with marks around its strings."""
     marked = dict(message)
     for key in REASONING_KEYS:
         if key in message:
@@ -163,7 +164,7 @@ def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> d
     content = message.get("content")
     part = ChatPart(CONTENT, number, f"the content of message {number}")
     if isinstance(content, str):
-        marked["content"] = marking.text(part, content, message["role"] == "assistant")
+        marked["content"] = marking.text(part, content, thinks=message["role"] == "assistant")
     elif content is not None:
         marked["content"] = marking.tree(part, content, keys=False)
     for key, value in message.items():
@@ -190,6 +191,7 @@ def _marked_call(marking: Marking, number: int, index: int, call: dict[str, Any]
 
 
 def _marked_tool(marking: Marking, number: int, tool: dict[str, Any]) -> dict[str, Any]:
+    """Return tool `number` of a conversation with marks around its strings."""
     function = tool["function"] if isinstance(tool.get("function"), dict) else tool
     part = ChatPart(TOOLS, None, f"the definition of the tool {function.get('name')!s}", number)
     marked = dict(function)
@@ -198,6 +200,6 @@ def _marked_tool(marking: Marking, number: int, tool: dict[str, Any]) -> dict[st
             marked[key] = marking.text(part, value)
         elif isinstance(value, dict | list):
             marked[key] = marking.schema(part, value)
-        elif isinstance(value, str) and key != "type":
+        elif isinstance(value, str) and key != "type":  # searched without marks
             marking.plain(part, value)
     return marked if function is tool else {**tool, "function": marked}

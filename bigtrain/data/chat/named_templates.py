@@ -1,4 +1,4 @@
-"""Chat templates that ship with bigtrain, by name: those that other trainers have under such names.
+"""Chat templates that ship with bigtrain, by the names that other trainers give the templates.
 
 Each marks what the assistant wrote ({% generation %}), and writes texts of messages, no tools.
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,16 @@ def find_parts(
         positions = _mark_positions(marked)
         ranges_of_pieces = [_ranges(n, piece, positions, text) for n, piece in enumerate(pieces)]
     else:
-        ranges_of_pieces = list(_ranges_singly(template, messages, tools, text, pieces))
+        # Each piece is marked in a separate rendering.
+        ranges_of_pieces = []
+        for number, piece in enumerate(pieces):
+            marked = None
+            if piece.is_marked and number < MAX_SINGLE_RENDERINGS and not _MARKS.search(text):
+                marked = _rendered(template, *marked_conversation(Marking(number), messages, tools))
+            if marked is not None and _MARKS.sub("", marked) == text:
+                ranges_of_pieces.append(_ranges(number, piece, _mark_positions(marked), text))
+            else:
+                ranges_of_pieces.append(_ranges_of_text(piece, text))
     located = list(zip(pieces, ranges_of_pieces, strict=True))
 
     # Parts without characters are dropped. A role that the template does not know explains it.
@@ -198,20 +207,6 @@ def _unescaped_one(match: re.Match[str]) -> str:
 def _forms(text: str) -> set[str]:
     """Return the forms in which templates write a string: unchanged, and as JSON."""
     return {text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]}
-
-
-def _ranges_singly(
-    template: ChatTemplate, messages: Messages, tools: Tools, text: str, pieces: Sequence[Piece]
-) -> Iterator[list[tuple[int, int]]]:
-    """Yield the ranges of every piece, each marked in a separate rendering."""
-    for number, piece in enumerate(pieces):
-        marked = None
-        if piece.is_marked and number < MAX_SINGLE_RENDERINGS and not _MARKS.search(text):
-            marked = _rendered(template, *marked_conversation(Marking(number), messages, tools))
-        if marked is not None and _MARKS.sub("", marked) == text:
-            yield _ranges(number, piece, _mark_positions(marked), text)
-        else:
-            yield _ranges_of_text(piece, text)
 
 
 def _is_written_otherwise(

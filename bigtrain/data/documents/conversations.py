@@ -147,6 +147,7 @@ def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return `message` with its text parts joined: most templates print a list of parts as a Python
     list. Raise ConversationError for missing or non-text content."""
     content, is_result = message.get("content"), message["role"] in RESULTS
+    # A result may be a list of anything: it is text only if every entry names its type.
     if isinstance(content, list) and (
         not is_result
         or all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)

@@ -358,9 +358,9 @@ def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes 
 def count_lines_before(file: IO[bytes], begin: int) -> int:
     """Return how many lines of the file start before byte `begin`. Reads the file up to it."""
     count = 0
-    bytes_remaining, last = begin, b"\n"
+    bytes_remaining, last_byte = begin, b"\n"
     while bytes_remaining and (chunk := file.read(min(BLOCK_BYTES, bytes_remaining))):
         count += chunk.count(b"\n")
         bytes_remaining -= len(chunk)
-        last = chunk[-1:]
-    return count + (last != b"\n")
+        last_byte = chunk[-1:]
+    return count + (last_byte != b"\n")  # the line of byte `begin` started before it

@@ -28,15 +28,6 @@ def is_given(value: object, values: Values) -> bool:
     return value is not None and value not in ("", [], {})
 
 
-def _is_rating(value: object, values: Values) -> bool:
-    return isinstance(value, bool)
-
-
-def _weighs(value: object, values: Values) -> bool:
-    """Return whether the weight of a row, also as text, changes its loss."""
-    return _number(value) not in (None, 1)
-
-
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
@@ -51,11 +42,6 @@ def _has_no_prompt(value: object, values: Values) -> bool:
     chosen = values.get("chosen")
     is_conversation = isinstance(chosen, list) and len(chosen) > 1
     return is_given(value, values) and values.get("prompt") is None and not is_conversation
-
-
-def _is_zero(value: object, values: Values) -> bool:
-    """Return whether the weight of a row is 0."""
-    return _number(value) == 0
 
 
 def _differs(value: Any, values: Values, usual: float) -> bool:
@@ -227,7 +213,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "bigtrain",
         "refused",
         "its weight is 0, so nothing of it would be learned -> remove the row",
-        _is_zero,
+        lambda value, _: _number(value) == 0,
     ),
     RowKey(
         ("weight",),
@@ -236,7 +222,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "refused",
         "its weight is {value}, which only rows with input_ids may have -> 1; to read it more "
         "often, write its rows into a dataset of their own, with a larger weight in data.sources",
-        _weighs,
+        lambda value, _: _number(value) not in (None, 1),
     ),
     RowKey(
         ("token_weights", "loss_weights"),
@@ -345,7 +331,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "refused",
         "its {name} is {value}, a rating of the answer (KTO), which would not be read -> "
         "--format kto --key prompt={first}; or --ignore-key {name}",
-        _is_rating,
+        lambda value, _: isinstance(value, bool),
         is_named=True,
     ),
     RowKey(

@@ -84,7 +84,7 @@ def token_row(values: Values) -> TokenRow:
     if not length:
         raise ConversationError("it has no tokens")
 
-    # Masks of learned tokens, which must agree, and factors, which also drop tokens (0).
+    # Masks of learned tokens must agree. A token with weight 0 is not learned.
     masks: dict[str, npt.NDArray[np.bool_]] = {}
     if row["labels"] is not None:
         labels = _integers(row["labels"], "labels")
@@ -101,11 +101,11 @@ def token_row(values: Values) -> TokenRow:
     weights = _weights_of(row, length)
     learned = _agreed_mask(masks, length) & (weights != 0)
     weights = np.where(learned, weights, 1).astype(np.float32)
-    factors = None if (weights == 1).all() else weights
+    stored_weights = None if (weights == 1).all() else weights
 
     # Padding is removed at both ends.
     if attention is None or attention.all():
-        return TokenRow(tokens, learned, weights=factors)
+        return TokenRow(tokens, learned, weights=stored_weights)
     attended = np.flatnonzero(attention)
     if not len(attended):
         raise ConversationError("its attention_mask is 0 for every token")
@@ -122,9 +122,11 @@ def token_row(values: Values) -> TokenRow:
             f"token {position} is to be learned ({' and '.join(masks)}), and its attention_mask is "
             "0"
         )
-    factors = None if factors is None else factors[low:high]
     return TokenRow(
-        tokens[low:high], learned[low:high], padding=length - (high - low), weights=factors
+        tokens[low:high],
+        learned[low:high],
+        padding=length - (high - low),
+        weights=None if stored_weights is None else stored_weights[low:high],
     )
 
 

@@ -112,7 +112,12 @@ def check_datasets(
     answers = Findings(row_problems) if row_problems else check_answers(config, datasets)
     problems += answers.problems
     if config.data.packing == "none" and not problems:
-        answers.notes += _padding_notes(config, datasets)
+        from bigtrain.data.samples.documents import shorter_rows
+
+        for dataset in datasets:  # a note on each source whose samples are mostly padding
+            longest = int(plan_of(config, dataset, "train").lengths.max(initial=1)) - 1
+            if note := shorter_rows(longest, config.batch.sequence_length):
+                answers.notes.append(f"{dataset.path}: {note}")
     problems += check_weights(config, tables)
     problems += check_conversations(config, tables) + check_same_tokenizer(config, tables)
     problems += check_same_beginnings(config, tables) + check_same_templates(config, tables)
@@ -299,18 +304,6 @@ def count_samples(config: RunConfig, dataset: TokenDataset, split: Split) -> int
     chunk_length = config.data.chunk_length or length if split == "train" else length
     num_tokens = dataset.table.num_tokens(split)
     return count_windows(num_tokens, chunk_length) * (chunk_length // length)
-
-
-def _padding_notes(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[str]:
-    """Return a line for each source whose samples are mostly padding."""
-    from bigtrain.data.samples.documents import shorter_rows
-
-    notes = []
-    for dataset in datasets:
-        longest = int(plan_of(config, dataset, "train").lengths.max(initial=1)) - 1
-        if note := shorter_rows(longest, config.batch.sequence_length):
-            notes.append(f"{dataset.path}: {note}")
-    return notes
 
 
 def check_rows(config: RunConfig, tables: Sequence[ShardTable]) -> list[Problem]:

@@ -81,12 +81,12 @@ def evaluation_notes(
     """Return a line if evaluations are asked for between steps, and have nothing to measure."""
     section = config.evaluation
     intervals = {"every_steps": section.every_steps, "every_epochs": section.every_epochs}
-    given = [f"evaluation.{name} = {value}" for name, value in intervals.items() if value]
+    settings = [f"evaluation.{name} = {value}" for name, value in intervals.items() if value]
     has_data = bool(sets) or any(dataset.shards("held_out") for dataset in datasets)
-    if not given or has_data or section.prompts or section.tasks:
+    if not settings or has_data or section.prompts or section.tasks:
         return []
     return [
-        f"{given[0]} measures nothing: the data has no held-out documents -> `bigtrain tokenize "
+        f"{settings[0]} measures nothing: the data has no held-out documents -> `bigtrain tokenize "
         "--held-out 0.05`, or evaluation.held_out, prompts or tasks"
     ]
 

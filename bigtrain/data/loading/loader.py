@@ -62,7 +62,8 @@ class TrainingBatches:
         balances: bool = False,
     ) -> None:
         assert 0 <= data_rank < plan.data_size
-        # Tokens of a row as it is read, without the last label; a row may have two answers.
+        # The dataset's row is a sample: `rows_per_sample` rows of T + 1 tokens (T inputs, and the
+        # last label), of which `dataset.sequence_length` does not count the last token.
         assert dataset.sequence_length == plan.rows_per_sample * (plan.sequence_length + 1) - 1
         assert workers >= 1
         self.dataset = dataset
@@ -86,10 +87,11 @@ class TrainingBatches:
         readers = [BatchReader(dataset, options) for _ in range(workers)]
         self._workers = [_Worker(partial(self._read, reader)) for reader in readers]
         self._next_worker = cycle(self._workers)
-        # Rows that were read but not returned yet, with their first sample, and their buffer;
-        # requests being read, in order; free buffers.
+        # First sample and rows of the current request that are not returned yet.
         self._ready: tuple[int, StoredRows] | None = None
+        # Buffer of the current request.
         self._returned_rows: StoredRows | None = None
+        # Requests that workers read ahead, in order; and free buffers.
         self._ahead: deque[tuple[_Request, _Worker]] = deque()
         self._spare: list[StoredRows] = []
 

@@ -92,7 +92,7 @@ def check_reference_scores(
         return []
     problems: list[Problem] = []
     for dataset, splits in wanted_splits(datasets, held_out_sets):
-        try:
+        try:  # they raise ConfigError if no stored scores fit
             if distills and "train" in splits:
                 teacher_of(config, dataset)
             elif not distills:

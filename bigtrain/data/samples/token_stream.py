@@ -222,10 +222,12 @@ class TokenStream:
         """Copy which tokens of ranges of the stream are targets, like `read` for tokens. `out`:
         bool, one-dimensional. Only if `is_masked`."""
         parts = self._cut(starts, lengths, positions)
-        first, last = parts.starts // 8, (parts.starts + parts.lengths + 7) // 8
-        begins = np.cumsum(last - first) - (last - first)
-        packed = np.empty(int((last - first).sum()), np.uint8)
-        self._mask.read(Ranges(parts.numbers, first, last - first, begins), packed)
+        # A byte of the file has the bits of 8 tokens: read all bytes with a bit of a range.
+        first_bytes = parts.starts // 8
+        num_bytes = (parts.starts + parts.lengths + 7) // 8 - first_bytes
+        begins = np.cumsum(num_bytes) - num_bytes
+        packed = np.empty(int(num_bytes.sum()), np.uint8)
+        self._mask.read(Ranges(parts.numbers, first_bytes, num_bytes, begins), packed)
         bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
         parts.put(bits, 8 * begins + parts.starts % 8, out)
 

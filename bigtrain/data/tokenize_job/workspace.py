@@ -215,6 +215,8 @@ class Workspace:
     def _trusted(
         self, units: Sequence[Unit], moved: bool = False
     ) -> Iterator[tuple[Unit, UnitRecord]]:
+        """Yield the finished `units` with their records, without units of a rejected engine. Their
+        files must exist, unless they were moved to the dataset (`moved`)."""
         rejected = self.rejected()
         for unit in units:
             record = self._read_record(unit.key)

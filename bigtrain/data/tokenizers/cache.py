@@ -99,11 +99,11 @@ def fingerprint(directory: Path, name: str) -> str | None:
 
 def get_cached_tokenizer(directory: Path, key: str) -> CachedTokenizer | None:
     """Return the cached tokenizer for `key`, the fingerprint of `directory`; None if not cached."""
-    fact = cache_get(KIND, key)
-    if fact is None:
+    stored = cache_get(KIND, key)
+    if stored is None:
         return None
     with suppress(OSError, TypeError):  # an edited entry
-        return CachedTokenizer(content=(directory / BACKEND_FILE).read_bytes(), **fact)
+        return CachedTokenizer(content=(directory / BACKEND_FILE).read_bytes(), **stored)
     return None
 
 
@@ -119,22 +119,23 @@ def put_cached_tokenizer(
         # The files that `save_pretrained` writes next to `BACKEND_FILE`, if they are small text.
         with tempfile.TemporaryDirectory() as temporary:
             huggingface.save_pretrained(temporary)
-            paths = [path for path in Path(temporary).rglob("*") if path.is_file()]
-            names = {path.relative_to(temporary).as_posix(): path for path in paths}
-            has_backend = names.pop(BACKEND_FILE, None) is not None
-            if (
-                not has_backend
-                or sum(path.stat().st_size for path in names.values()) > MAX_SAVED_BYTES
-            ):
+            paths = {
+                path.relative_to(temporary).as_posix(): path
+                for path in Path(temporary).rglob("*")
+                if path.is_file()
+            }
+            if paths.pop(BACKEND_FILE, None) is None:
                 return None
-            files = {name: path.read_bytes().decode("utf-8") for name, path in names.items()}
+            if sum(path.stat().st_size for path in paths.values()) > MAX_SAVED_BYTES:
+                return None
+            files = {name: path.read_bytes().decode("utf-8") for name, path in paths.items()}
     except Exception:  # a foreign tokenizer may raise anything; then it is not cached
         return None
     if changes is None:
         return None
-    fact = {**facts, "decodes_plainly": decodes_plainly, "changes": changes, "files": files}
-    cache_put(KIND, key, fact)
-    return CachedTokenizer(content=content, **fact)
+    stored = {**facts, "decodes_plainly": decodes_plainly, "changes": changes, "files": files}
+    cache_put(KIND, key, stored)
+    return CachedTokenizer(content=content, **stored)
 
 
 def _changes(content: bytes, loaded: dict[str, Any]) -> dict[str, Any] | None:

@@ -141,17 +141,19 @@ def to_fill(
     *,
     is_saved: bool = True,
 ) -> Fragment:
-    """Return `fragment`, of a frozen parameter, for reading a file that stores it in `dtype`:
-    unchanged if its tensor has the dtype, else with a tensor that `exact` keeps if modules read it
-    or checkpoints contain it (`is_saved`)."""
+    """Return the fragment into which the values of `fragment`, a part of a frozen parameter, are
+    read from a file that stores the parameter in `dtype`. It is `fragment` itself if its tensor
+    has this dtype, if `dtype` is not a floating-point dtype, or if nobody needs the exact values:
+    no module reads them, and checkpoints do not contain them (`is_saved`). Otherwise it has a new
+    tensor of `dtype`, which `exact` keeps if it must."""
     master = fragment.tensors[MASTER]
     exact.frozen.pop(fragment.name, None)
     is_read = fragment.name in exact.values
     if dtype == master.dtype or not dtype.is_floating_point or not (is_saved or is_read):
         return fragment
     values = torch.empty(master.numel(), dtype=dtype)
-    keeps = is_read or not fragment.is_replicated or _keeps(fragment, mesh)
-    exact.frozen[fragment.name] = values if keeps else None
+    keeps_values = is_read or not fragment.is_replicated or _keeps(fragment, mesh)
+    exact.frozen[fragment.name] = values if keeps_values else None
     return replace(fragment, tensors={MASTER: values})
 
 

@@ -248,19 +248,20 @@ def _exact_frozen(
     directory: Path,
     listing: Listing | None,
 ) -> Iterator[list[Fragment]]:
-    """Return `fragments` to fill from `directory`, with frozen parameters in the dtype of the
-    files; on exit DeepSpeed has what was filled."""
+    """Yield `fragments` to fill from `directory`, with frozen parameters in the dtype of the files;
+    on exit the filled values are copied to DeepSpeed's tensors."""
     frozen = [fragment for fragment in fragments if not _is_trained(engine, fragment.name)]
     # Also if this rank has no frozen parameter, as a pipeline stage: the call is collective.
     dtypes = stored_dtypes(directory, frozen, listing)
-    replaced: dict[str, tuple[Fragment, Fragment]] = {}
+    originals: dict[str, Fragment] = {}
+    targets: dict[str, Fragment] = {}
     for fragment in frozen:
         target = to_fill(engine.exact, fragment, dtypes[fragment.name], engine.mesh)
         if target is not fragment:
-            replaced[fragment.name] = fragment, target
-    yield [replaced[f.name][1] if f.name in replaced else f for f in fragments]
-    for fragment, target in replaced.values():
-        fragment.tensors[MASTER].copy_(target.tensors[MASTER])
+            originals[fragment.name], targets[fragment.name] = fragment, target
+    yield [targets.get(fragment.name, fragment) for fragment in fragments]
+    for name, target in targets.items():
+        originals[name].tensors[MASTER].copy_(target.tensors[MASTER])
 
 
 def _is_trained(engine: TrainEngine, name: str) -> bool:

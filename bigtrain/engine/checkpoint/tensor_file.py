@@ -100,7 +100,7 @@ class Part:
 
     def read(self, fd: int, begin: int, out: memoryview) -> None:
         """Read bytes [begin, begin + len(out)) of the part from its open file. Raises
-        CorruptCheckpointError if a block that holds some of these bytes is not as written."""
+        CorruptCheckpointError if a block that contains some of the bytes is not as written."""
         position, end = begin, begin + len(out)
         while position < end:
             block = position // BLOCK_BYTES
@@ -220,25 +220,28 @@ def read_header(path: Path, digest: str) -> tuple[SaveIdentity, list[Part]]:
 def _parse(
     path: Path, header: bytes, data_begin: int, num_bytes: int
 ) -> tuple[SaveIdentity, list[Part]]:
-    """Raises ValueError and what wrong types raise, unless all entries hold together."""
+    """Return the identity and parts in `header`. Raises ValueError if entries contradict each
+    other, and KeyError, TypeError or AttributeError if a key is missing or a value has another
+    type."""
     document = json.loads(header, object_pairs_hook=_without_duplicates)
     metadata = document.pop(_METADATA)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"format {metadata.get('format')!r}, this is {FORMAT!r}")
     identity = SaveIdentity(metadata["run"], _numbers(metadata["step"])[0], metadata["attempt"])
-    # Each entry must be a rectangle inside the tensor, with as many bytes and checksums.
+    # A part must be a rectangle inside its tensor, with the rectangle's bytes and checksums.
     parts = []
     for name, entry in document.items():
-        key, _, corner = name.rpartition("@")
+        key, _, offsets_text = name.rpartition("@")
         shape_text, _, digests = metadata[name].partition(" ")
-        shape, offsets, sizes = _numbers(shape_text), _numbers(corner), tuple(entry["shape"])
+        shape, offsets, sizes = _numbers(shape_text), _numbers(offsets_text), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*sizes, begin, end)):
             raise ValueError(f"{name}: sizes and offsets must be counts")
         box = Box(offsets, sizes)
         part = Part(path, key, shape, box, entry["dtype"], data_begin + begin, digests)
         if not len(shape) == len(offsets) == len(sizes) or any(
-            o + n > size for o, n, size in zip(offsets, sizes, shape, strict=True)
+            offset + size > length
+            for offset, size, length in zip(offsets, sizes, shape, strict=True)
         ):
             raise ValueError(f"{name}: a rectangle {sizes} outside of its tensor {shape}")
         if part.num_bytes != end - begin:
@@ -247,13 +250,13 @@ def _parse(
             raise ValueError(f"{name}: checksums of another number of blocks")
         parts.append(part)
     # Every byte of the file belongs to exactly one part.
-    reached = data_begin
+    end = data_begin
     for part in sorted(parts, key=lambda part: (part.begin, part.num_bytes)):
-        if part.begin != reached:
+        if part.begin != end:
             raise ValueError(f"{part.key}: bytes that belong to no part or to several")
-        reached += part.num_bytes
-    if reached != num_bytes:
-        raise ValueError(f"{num_bytes} bytes, should be {reached}")
+        end += part.num_bytes
+    if end != num_bytes:
+        raise ValueError(f"{num_bytes} bytes, should be {end}")
     return identity, parts
 
 

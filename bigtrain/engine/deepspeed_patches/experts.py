@@ -79,8 +79,8 @@ def engine_with_experts() -> Iterator[None]:
 
 def count_absent_gradients(optimizer: Any, experts: str | None = None) -> None:
     """Make a rank without gradients, and a pipeline stage without `experts`, take part in the norm.
-    BF16_Optimizer stacks the norms of what a rank counts, of which there may be nothing, and sums
-    those of experts over the stages for each name with gradients (0.19.8,
+    BF16_Optimizer stacks the norms that a rank counts, which fails for a rank without norms, and
+    sums the norms of experts over the stages for each name with gradients (0.19.8,
     runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers."""
     if not isinstance(optimizer, BF16_Optimizer):
         return

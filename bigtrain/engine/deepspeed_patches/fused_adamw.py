@@ -63,7 +63,7 @@ def compile_update() -> Callable[..., None]:
 
 def trial_problem(device: torch.device) -> str | None:
     """Return what is wrong with the compiled update on `device`, or None: it is compiled, and
-    compared with the same update without a compiler, on a few numbers."""
+    compared with the update without a compiler, on a few numbers."""
     generator = torch.Generator().manual_seed(0)
     states = [torch.rand(512, generator=generator).to(device) for _ in range(4)]
     factors = torch.tensor([0.5, 0.99, 1e-3, 0.7], device=device)

@@ -206,7 +206,7 @@ def speed_up_hooks(model: nn.Module) -> None:
 def skip_overflow_check(optimizer: Any) -> None:
     """Skip the overflow check per gradient in the 16-bit optimizer of ZeRO 0, for which a GPU's
     host waits each time (0.19.8, runtime/fp16/unfused_optimizer.py:205). Its float32 norm is not
-    finite if any gradient is not, and skips the step likewise. Does nothing to other optimizers.
+    finite if any gradient is not, and also skips the step. Does nothing to other optimizers.
 
     Price: two reads of the gradients, 2 x 16.1 GB / 2.88 TB/s = 11 ms, 4%, and 291 waits of 10 us.
     """

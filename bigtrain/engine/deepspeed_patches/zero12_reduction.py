@@ -165,6 +165,7 @@ class _Reduction:
     # --- layout ---
 
     def _every_slot(self) -> Iterable[tuple[nn.Parameter, Slot]]:
+        """Yield every trained parameter with its slot in DeepSpeed's partitions."""
         optimizer = self._optimizer
         rank = self._rank
         for i, group in enumerate(optimizer.bit16_groups):
@@ -181,8 +182,8 @@ class _Reduction:
                 if number in begins:
                     slot.start = optimizer.grad_start_offset[i][rank][number]
                     slot.begin = begins[number]
-                    room = int(optimizer.partition_size[i]) - slot.begin
-                    slot.count = min(size - slot.start, room)
+                    remaining_elements = int(optimizer.partition_size[i]) - slot.begin
+                    slot.count = min(size - slot.start, remaining_elements)
                 yield parameter, slot
 
     # --- during the backward pass ---
@@ -372,7 +373,7 @@ class _Reduction:
             source, begin = (partitions[run.group], run.begin) if is_in_place else (scratch, offset)
             placed.append(_RunBuffer(run, source.narrow(0, begin, run.count), is_in_place))
             offset += run.count
-        # One call puts the gradients there, and casts them.
+        # One call copies the gradients into the buffers of the runs, and casts the gradients.
         parts = [
             part
             for placed_run in placed

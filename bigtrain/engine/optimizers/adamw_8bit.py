@@ -44,32 +44,35 @@ _CHUNK = 1 << 22
 
 class Blocks:
     """Position of the elements of a rectangle in the blocks of a full tensor. index: numbers of the
-    rectangle's blocks in the tensor."""
+    rectangle's blocks in the tensor. num_blocks: of the rectangle."""
 
     def __init__(self, shape: Sequence[int], box: Box, device: torch.device) -> None:
         self.index: slice | torch.Tensor
+        # Positions of the rectangle's elements in the rectangle's blocks, one after another.
         self._positions: slice | torch.Tensor
         first, last = box.flat_ends(shape)
         if box.is_flat_range(shape):
             begin, end = first // BLOCK_ELEMENTS, last // BLOCK_ELEMENTS + 1
-            self.index, self.count = slice(begin, end), end - begin
+            self.index, self.num_blocks = slice(begin, end), end - begin
             start = first - begin * BLOCK_ELEMENTS
             self._positions = slice(start, start + box.num_elements)
         else:
             # Row-major positions of the elements of `box` in a tensor of this shape.
             flat = torch.zeros((), dtype=torch.int64, device=device)
             for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
-                along = torch.arange(offset, offset + size, device=device)
-                flat = flat.unsqueeze(-1) * length + along
+                coordinates = torch.arange(offset, offset + size, device=device)
+                flat = flat.unsqueeze(-1) * length + coordinates
             flat = flat.view(-1)
-            blocks, row = torch.unique_consecutive(flat // BLOCK_ELEMENTS, return_inverse=True)
-            self.index, self.count = blocks, len(blocks)
-            self._positions = row * BLOCK_ELEMENTS + flat % BLOCK_ELEMENTS
+            blocks, local_blocks = torch.unique_consecutive(
+                flat // BLOCK_ELEMENTS, return_inverse=True
+            )
+            self.index, self.num_blocks = blocks, len(blocks)
+            self._positions = local_blocks * BLOCK_ELEMENTS + flat % BLOCK_ELEMENTS
 
     def spread(self, elements: torch.Tensor, fill_values: torch.Tensor) -> torch.Tensor:
-        """Return the full blocks [count, `BLOCK_ELEMENTS`] with the flat `elements` at their
-        positions; `fill_values` [count]: per block, the value of elements that this rank does not
-        have."""
+        """Return the full blocks [num_blocks, `BLOCK_ELEMENTS`] with the flat `elements` at their
+        positions. `fill_values` [num_blocks]: per block, the value of elements that this rank does
+        not have."""
         rows = fill_values.to(elements.dtype)[:, None].repeat(1, BLOCK_ELEMENTS)
         rows.view(-1)[self._positions] = elements
         return rows
@@ -149,7 +152,7 @@ class AdamW8bit(UpdateRule):
         scales_by_name = self._by_name(names, fresh)
         for piece, blocks in self._pieces(masters):
             moments = self._next_moments(piece, blocks)
-            nothing = moments[0].new_zeros(blocks.count)
+            nothing = moments[0].new_zeros(blocks.num_blocks)
             for scale, moment in zip(scales_by_name[piece.parameter], moments, strict=True):
                 largest = blocks.spread(moment.abs_(), nothing).amax(1).to(self._device)
                 scale[blocks.index] = torch.maximum(scale[blocks.index], largest)

@@ -88,11 +88,14 @@ class ExactParameters:
             parts = {part.name: part for part in master_parts(engine, model) if part.count}
         for name in names:
             part, flat = parts.get(name), self.values[name].view(-1)
-            if part is None or not part.is_replicated:
+            # Each replica has a range of the shard, or nothing: in zeros, the ranges add up to the
+            # shard. Replicated parts need no sum.
+            is_divided = part is None or not part.is_replicated
+            if is_divided:
                 flat.zero_()
             if part is not None:
                 frozen_value = self.frozen.get(name)
                 master = part.of(part.master.data) if frozen_value is None else frozen_value
                 flat.narrow(0, part.start, part.count).copy_(master)
-            if part is None or not part.is_replicated:
+            if is_divided:
                 dist.all_reduce(flat, group=mesh.replicas)

@@ -172,13 +172,13 @@ class MatrixExchange:
             matrices = {
                 n: torch.empty(self._shapes[n], dtype=dtype, device=self._device) for n in owned
             }
-            for box, part in _parts(incoming, plan.received):
-                matrices[box.matrix][box.box.slices].copy_(part)
+            for rectangle, part in _parts(incoming, plan.received):
+                matrices[rectangle.matrix][rectangle.box.slices].copy_(part)
             # Compute, and send every rank the results of its pieces.
             results = dict(zip(owned, compute([matrices[n] for n in owned]), strict=True))
             out = torch.empty(sum(map(_numel, plan.returned)), dtype=dtype, device=self._device)
-            for box, part in _parts(out, plan.returned):
-                part.copy_(results[box.matrix][box.box.slices])
+            for rectangle, part in _parts(out, plan.returned):
+                part.copy_(results[rectangle.matrix][rectangle.box.slices])
             incoming = self._exchange(out, plan.returned, plan.updates)
             for piece, part in _parts(incoming, plan.updates):
                 write(piece, part)

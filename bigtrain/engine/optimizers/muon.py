@@ -58,6 +58,7 @@ class Muon(UpdateRule):
         self.sent_bytes = 0
         hidden_by_name = hidden_matrices(model)
         self.parameters = {name: parameter_of(model, name) for name in hidden_by_name}
+        # By whether they are of experts, like the groups.
         self._matrices: dict[bool, list[Matrix]] = {False: [], True: []}
         for name, hidden in hidden_by_name.items():
             parameter = self.parameters[name]

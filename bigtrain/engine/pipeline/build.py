@@ -118,11 +118,11 @@ def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: Mode
     built: list[Stage] = []
     stages = model_plan.stages
     assert stages is not None
-    tensor = cutting(mesh, None) if is_cut(mesh) else WHOLE
+    partitioning = cutting(mesh, None) if is_cut(mesh) else WHOLE
 
     def prepare(model: Any) -> None:
-        if tensor.prepare is not None:
-            tensor.prepare(model)
+        if partitioning.prepare is not None:
+            partitioning.prepare(model)
         index = mesh.coordinates.pipeline_rank
         built.append(Stage(model, stages.layout, stages.cuts, index))
 
@@ -130,8 +130,8 @@ def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: Mode
         config.model,
         hf_config,
         seed=config.seed,
-        partitioning=replace(tensor, prepare=prepare),
-        weights="left",
+        partitioning=replace(partitioning, prepare=prepare),
+        weights="left",  # read when the engine exists
         adapters=config.adapters,
         run_dtype=run_dtype(config),
         untrained=model_plan.parameters.untrained,

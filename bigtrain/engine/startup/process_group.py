@@ -167,8 +167,8 @@ def _complete_environment(world: World) -> list[str]:
 
 
 def _refuse_other_host(address: str, launcher: str) -> None:
-    """Raise LaunchError if `address` is not one of this host's, where `launcher` started rank
-    0."""
+    """Raise LaunchError if `address` is not an address of this host, which has rank 0 of
+    `launcher`."""
     try:
         addresses = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -179,11 +179,11 @@ def _refuse_other_host(address: str, launcher: str) -> None:
             return
     host = socket.gethostname()
     remedy = {
-        "mpirun": "that is mpirun's own host where the hostfile has it, else the file's first "
-        f"-> -x MASTER_ADDR={host}",
+        "mpirun": "mpirun starts rank 0 on the host that calls mpirun, if the hostfile has that "
+        f"host, else on the file's first host -> -x MASTER_ADDR={host}",
         "srun": f"-> export MASTER_ADDR={host}, or give srun no --distribution",
     }
     raise LaunchError(
         f"MASTER_ADDR = {address}, the rendezvous address, is not {host}, where {launcher} "
-        f"started the first of them: {remedy[launcher]}"
+        f"started rank 0: {remedy[launcher]}"
     )

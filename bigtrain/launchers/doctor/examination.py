@@ -91,10 +91,10 @@ def examine(
         else:
             say(f"{len(reachable)} hosts: a matrix product per device, all-reduce{suffix}")
             for group in groups:
-                computed, figures = _compute(examination, group, facts)
-                findings += computed
+                group_findings, measurements = _test_devices(examination, group, facts)
+                findings += group_findings
                 ends = f"{group[0].name} to {group[-1].name}: " if len(groups) > 1 else ""
-                lines += [f"{ends}{line}" for line in figures]
+                lines += [f"{ends}{line}" for line in measurements]
     return findings, lines
 
 
@@ -183,19 +183,22 @@ def _network(
     return [verdicts.check_network(n, reply.result, reply.problem) for n, reply in replies.items()]
 
 
-def _compute(
+def _test_devices(
     examination: Examination, hosts: Sequence[Host], facts: dict[str, Any]
 ) -> tuple[list[Finding], list[str]]:
+    """Compute on every device of `hosts`, with collectives; return the findings, and lines with the
+    measured speeds. `facts`: of each host, by its name."""
     port = examination.port or facts[hosts[0].name]["free_port"]
-    main = "127.0.0.1" if len(hosts) == 1 else hosts[0].name
-    limit = str(examination.limit_seconds)
+    main_address = "127.0.0.1" if len(hosts) == 1 else hosts[0].name
+    limit_seconds = str(examination.limit_seconds)
     commands = {
         host.name: [
             # `timeout` also ends the probe on its host if the connection from here is lost.
-            *("timeout", "-k", "10", limit, sys.executable, "-m", "torch.distributed.run"),
+            *("timeout", "-k", "10", limit_seconds, sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", str(len(hosts)), "--nproc_per_node", str(host.slots)),
-            *("--node_rank", str(rank), "--master_addr", main, "--master_port", str(port)),
-            *("-m", "bigtrain.launchers.doctor.collective_probe", limit),
+            *("--node_rank", str(rank), "--master_addr", main_address),
+            *("--master_port", str(port)),
+            *("-m", "bigtrain.launchers.doctor.collective_probe", limit_seconds),
         ]
         for rank, host in enumerate(hosts)
     }

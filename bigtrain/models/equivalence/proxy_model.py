@@ -63,19 +63,14 @@ MODEL_FAILURES = (
 def failure_text(error: BaseException) -> str:
     """Return the text of an error that a model's code raised, with the file and line of the user's
     class, or with the method of transformers' class, if it was raised there."""
-    raised_in = user_code_at(error) or _method_at(error)
-    return f"{one_line(error)} ({raised_in})" if raised_in else one_line(error)
-
-
-def _method_at(error: BaseException) -> str:
-    """Return the innermost method of a model of transformers in the traceback of `error`, as
-    ``Class.method``; empty without any."""
+    # As ``Class.method``, the innermost last.
     methods = [
         frame.f_code.co_qualname
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__", "").startswith("transformers.models.")
     ]
-    return methods[-1] if methods else ""
+    raised_in = user_code_at(error) or (methods[-1] if methods else "")
+    return f"{one_line(error)} ({raised_in})" if raised_in else one_line(error)
 
 
 def build_proxy_model(

@@ -247,7 +247,7 @@ def smaller(*heads: Change, divisor: int = 2) -> list[Change]:
 def deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration without dropout or noise."""
     config = copy.deepcopy(hf_config)
-    for part in {id(c): c for c in (config, text_config(config))}.values():
+    for part in (config, text_config(config)):  # one object, if the model has only text
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(part, name, 0.0)

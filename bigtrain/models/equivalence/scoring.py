@@ -25,7 +25,7 @@ _TOLERANCE = 1e-4
 def check_scoring(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, key: str
 ) -> list[Problem]:
-    """Return the problem of a model with a score head that samples in padded rows cannot train.
+    """Return a problem if a model with a score head cannot be trained on samples in padded rows.
     `key`: the setting that names the model."""
     remedy = "a causal language model with such a class, such as llama or qwen3"
     model_name = f"a {hf_config.model_type} with a score head"

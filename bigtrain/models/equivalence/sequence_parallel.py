@@ -190,9 +190,9 @@ def _run_isolated(
     where the attention supports it (some models make no masks from positions), else by masks."""
     restarts = any(layers_with_functions(model))
     counts = any(position_embeddings(model))
-    by_document = Isolation("documents", restarts, counts)
+    separate = Isolation("documents", restarts, counts)
     masked = Isolation("masks", restarts, counts)
-    isolations = (by_document, masked) if attention_name(model) in IMPLEMENTATIONS else (masked,)
+    isolations = (separate, masked) if attention_name(model) in IMPLEMENTATIONS else (masked,)
     for isolation in isolations:
         undo = isolation.install(model)
         try:

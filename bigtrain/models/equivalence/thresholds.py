@@ -164,6 +164,7 @@ def _number(name: str) -> int:
 
 
 def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the integers below `node` of a configuration, each with its path."""
     items: Any = node.items() if isinstance(node, dict) else ()
     if _has_attributes(node):
         items = vars(node).items()

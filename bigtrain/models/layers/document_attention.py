@@ -277,13 +277,13 @@ class Isolation:
     def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
         """Enter around every forward pass: `position_ids` [B, T] on the host, full samples; None
         if each sample is one document."""
-        by_document = position_ids is not None and self.method == "documents"
-        packed = position_ids is not None and not by_document
+        separates = position_ids is not None and self.method == "documents"
+        packed = position_ids is not None and not separates
         with ExitStack() as stack:
             stack.enter_context(document_boundaries(packed=packed))
             if position_ids is not None and self.overlays:
                 stack.enter_context(documents_in_masks(position_ids))
-            if position_ids is not None and by_document:
+            if position_ids is not None and separates:
                 stack.enter_context(per_document_attention(position_ids))
             if self.restarts or self.positions or self.modules:
                 from bigtrain.models.layers.recurrence.pieces import (

@@ -32,9 +32,9 @@ def add_initial_values(layer: Any) -> None:
 def principal_matrices(weight: torch.Tensor, rank: int, scale: float) -> dict[str, torch.Tensor]:
     """Return A_0 [rank, in] and B_0 [out, rank] of `weight` [out, in], float32 on its device, by
     the names of `INITIAL`."""
-    left, singular, right = torch.linalg.svd(weight.to(torch.float32), full_matrices=False)
-    roots = torch.diag(torch.sqrt(singular[:rank] / scale))
-    return {"lora_A": roots @ right[:rank], "lora_B": left[:, :rank] @ roots}
+    u, singular_values, vh = torch.linalg.svd(weight.to(torch.float32), full_matrices=False)
+    roots = torch.diag(torch.sqrt(singular_values[:rank] / scale))
+    return {"lora_A": roots @ vh[:rank], "lora_B": u[:, :rank] @ roots}
 
 
 def initial_product(layer: Any) -> torch.Tensor:

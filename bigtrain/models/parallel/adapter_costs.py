@@ -28,6 +28,8 @@ from bigtrain.settings.sections.adapters import AdaptersSection
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 """Styles of transformers' plans whose outputs every rank has in full."""
+_REPLICATED, _DIVIDED, _SAVED_SUMS = range(3)
+"""Positions of a layer's numbers of parameters."""
 
 
 def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCosts:
@@ -39,19 +41,20 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
     count = getattr(text, "num_hidden_layers", None)
     prefixes = [f"{name}." for name, _ in listed_layers(model, count)]
     products: list[list[Matmul]] = [[] for _ in prefixes]
-    # Numbers of parameters of every layer, and outside of layers: trained by every rank, divided,
-    # and sums that are saved.
+    # Of every layer, and outside of layers.
     parameter_counts = [[0, 0, 0] for _ in (*prefixes, None)]
 
     def add(
         name: str, matmuls: list[Matmul], num_elements: int = 0, *, cut: bool = False
     ) -> list[int]:
+        """Add adapters' products and `num_elements` more parameters to the layer of module `name`;
+        outside of layers, products are parameters. Return the layer's numbers of parameters."""
         index = next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), -1)
-        parameter_counts[index][cut] += num_elements
+        parameter_counts[index][_DIVIDED if cut else _REPLICATED] += num_elements
         if index >= 0:
             products[index] += matmuls
         else:
-            parameter_counts[index][0] += sum(
+            parameter_counts[index][_REPLICATED] += sum(
                 m.in_size * m.out_size * m.num_groups for m in matmuls
             )
         return parameter_counts[index]
@@ -73,7 +76,7 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
             side = "in" if "colwise" in style else "out"
         stack = Matmul(first_size, second_size, side, num_groups=groups, share=share)
         stack_matmuls = list(adapter_of(stack, section.rank))
-        add(name, stack_matmuls)[2] += groups * first_size * second_size
+        add(name, stack_matmuls)[_SAVED_SUMS] += groups * first_size * second_size
 
     # Trained copies. A layer that is split by inputs has a full bias.
     for name in find_saved(model, section).names:
@@ -84,9 +87,7 @@ def adapter_costs(model: PreTrainedModel, section: AdaptersSection) -> AdapterCo
             is_cut = "embedding" in style or is_split
             add(f"{name}.{leaf}", [], parameter.numel(), cut=is_cut)
     packed = _packed(model, section, prefixes) if section.is_quantized else ()
-    *layer_parameters, outside_layers = (
-        ExtraAdapterParameters(*parts) for parts in parameter_counts
-    )
+    *layer_parameters, outside_layers = (ExtraAdapterParameters(*n) for n in parameter_counts)
     return AdapterCosts(
         tuple(map(tuple, products)), tuple(layer_parameters), outside_layers, packed
     )

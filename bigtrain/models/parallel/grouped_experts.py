@@ -34,12 +34,13 @@ def fit_experts(model: PreTrainedModel) -> None:
 
     transformers uses grouped products for every class that has them, also for widths at which they
     fail: odd widths of a configuration or of a tensor-parallel shard. If padded products fail as
-    well (tested), it loops over experts. All compute one function. Parameters must have their
-    final shapes.
+    well (tested), transformers loops over experts. All three implementations compute the same
+    function. Parameters must have their final shapes.
 
     The choice depends only on widths, not on a timing: another implementation adds up in another
-    order, so a resumed run, or another host's rank, could have other bits. It is the fastest
-    wherever `benchmarks/expert_products.py` measured (docs/benchmarks.md).
+    order, so a resumed run, or another host's rank, could have other bits. The chosen
+    implementation is the fastest wherever `benchmarks/expert_products.py` measured
+    (docs/benchmarks.md).
     """
     if model.get_experts_implementation()[""] != "grouped_mm":
         return

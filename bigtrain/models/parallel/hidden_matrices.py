@@ -58,6 +58,8 @@ def hidden_matrices(model: nn.Module) -> dict[str, HiddenMatrix]:
 
 
 def _weights(module: Any, is_stack: bool) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Yield the weights of a module, or of a stack of experts: name, parameter, and output
+    dimension."""
     if is_stack:
         parameters = module.named_parameters(recurse=False)
         stacks = [(name, p) for name, p in parameters if len(full_shape(p)) == 3]

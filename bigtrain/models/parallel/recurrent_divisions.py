@@ -290,9 +290,10 @@ _GATE_ENDS = ("weight", "bias")
 
 def division_of(layer: nn.Module, called_names: set[str]) -> Division | None:
     """Return how `layer`, which calls functions of `FUNCTIONS`, is divided; None if it cannot be.
-    The layer is unsharded; for a function that is called in a part of a layer (`_rnn_scan`), the
-    layer."""
-    kinds = {FUNCTIONS[name].kind for name in called_names & FUNCTIONS.keys()} - {CONVOLUTION}
+    `layer`: the unsharded layer, also if only a part of the layer calls the function
+    (`_rnn_scan`)."""
+    functions = [FUNCTIONS[name] for name in called_names & FUNCTIONS.keys()]
+    function_kinds = {function.kind for function in functions} - {CONVOLUTION}
     makers: dict[frozenset[str], Callable[[Any], Division]] = {
         frozenset({SCALAR}): _mamba2,
         frozenset({MATRIX}): _delta_rule,
@@ -300,7 +301,7 @@ def division_of(layer: nn.Module, called_names: set[str]) -> Division | None:
         frozenset({CHANNELS}): _rg_lru,
         frozenset(): _short_convolution,
     }
-    make = makers.get(frozenset(kinds))
+    make = makers.get(frozenset(function_kinds))
     if "chunk_kimi_delta_attention" in called_names:
         make = _kimi_delta_rule
     if make is None:

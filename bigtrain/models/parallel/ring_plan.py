@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -143,13 +143,16 @@ class RingPlan:
         for number, keys in enumerate(chunks_of(self.length, self.ring_size, source)):
             row = 0
             for queries in chunks_of(self.length, self.ring_size, rank):
+                row_shift, column_shift = row - queries[0], column - keys[0]
                 for samples, edges in self._samples:
-                    for rows, columns in _meetings(queries, keys, edges, self.window):
+                    for (row_begin, row_end), (column_begin, column_end) in _meetings(
+                        queries, keys, edges, self.window
+                    ):
                         piece = AttentionRectangle(
                             samples,
-                            (row + rows[0] - queries[0], row + rows[1] - queries[0]),
-                            (column + columns[0] - keys[0], column + columns[1] - keys[0]),
-                            rows[0] - columns[0],
+                            (row_begin + row_shift, row_end + row_shift),
+                            (column_begin + column_shift, column_end + column_shift),
+                            row_begin - column_begin,
                             self.window,
                         )
                         numbered.append((number, piece))
@@ -164,22 +167,21 @@ def _meetings(
 ) -> Iterator[tuple[Range, Range]]:
     """Yield the rows and columns, as positions in a sample, of every document in which queries of
     one chunk see keys of another."""
-    first = bisect_right(edges, max(queries[0], keys[0])) - 1
-    last = bisect_left(edges, min(queries[1], keys[1]))
+    query_begin, query_end = queries
+    key_begin, key_end = keys
     # A document is in two different chunks only if it has all tokens between them.
-    if queries != keys:
-        first = bisect_right(edges, queries[0]) - 1
-        last = first + 1
+    first = bisect_right(edges, query_begin) - 1
+    last = bisect_left(edges, query_end) if queries == keys else first + 1
     for document in range(first, last):
-        start, stop = edges[document], edges[document + 1]
-        rows = (max(start, queries[0]), min(stop, queries[1]))
-        columns = (max(start, keys[0]), min(stop, keys[1], rows[1]))
+        begin, end = edges[document], edges[document + 1]
+        row_begin, row_end = max(begin, query_begin), min(end, query_end)
+        column_begin, column_end = max(begin, key_begin), min(end, key_end, row_end)
         if window is not None:
-            columns = (max(columns[0], rows[0] - window + 1), columns[1])
-            rows = (rows[0], min(rows[1], columns[1] - 1 + window))
-        rows = (max(rows[0], columns[0]), rows[1])
-        if rows[0] < rows[1] and columns[0] < columns[1]:
-            yield rows, columns
+            column_begin = max(column_begin, row_begin - window + 1)
+            row_end = min(row_end, column_end - 1 + window)
+        row_begin = max(row_begin, column_begin)
+        if row_begin < row_end and column_begin < column_end:
+            yield (row_begin, row_end), (column_begin, column_end)
 
 
 def _gathered(numbered: Sequence[tuple[int, AttentionRectangle]]) -> RingBlock:
@@ -191,23 +193,21 @@ def _gathered(numbered: Sequence[tuple[int, AttentionRectangle]]) -> RingBlock:
     passed = 0
     for number in sorted({number for number, _ in numbered}):
         chunk_columns = [piece.columns for n, piece in numbered if n == number]
-        hull = (min(start for start, _ in chunk_columns), max(stop for _, stop in chunk_columns))
-        moves[number] = passed - hull[0]
-        passed += hull[1] - hull[0]
-        if columns and columns[-1][1] == hull[0]:  # one range, which is read without a copy
-            columns[-1] = (columns[-1][0], hull[1])
+        begin = min(piece_begin for piece_begin, _ in chunk_columns)
+        end = max(piece_end for _, piece_end in chunk_columns)
+        moves[number] = passed - begin
+        passed += end - begin
+        if columns and columns[-1][1] == begin:  # one range, which is read without a copy
+            columns[-1] = (columns[-1][0], end)
         else:
-            columns.append(hull)
+            columns.append((begin, end))
     pieces = [
         part
         for number, piece in numbered
         for part in _without_hidden(
-            AttentionRectangle(
-                piece.samples,
-                piece.rows,
-                (piece.columns[0] + moves[number], piece.columns[1] + moves[number]),
-                piece.diagonal,
-                piece.window,
+            replace(
+                piece,
+                columns=(piece.columns[0] + moves[number], piece.columns[1] + moves[number]),
             )
         )
     ]

@@ -239,7 +239,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return `value` with `function` applied to every tensor in tuples, lists and dicts. Tensors
-    are visited in a fixed order. Dicts of any kind become plain ones."""
+    are visited in a fixed order. Lists become tuples, and dicts of any kind plain dicts."""
     if torch.is_tensor(value):
         return function(value)
     if isinstance(value, (dict, UserDict)):

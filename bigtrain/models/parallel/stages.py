@@ -98,7 +98,7 @@ class StageInput(LayerPlaceholder):
         if routers is not None and self.received.router_logits is not None:
             routers.extend(self.received.router_logits)
         outputs = self.received.outputs
-        return outputs if self._handover.num_outputs else outputs[0]
+        return outputs if self._handover.num_outputs else outputs[0]  # 0: a tensor, not a tuple
 
 
 class _Stop(Exception):

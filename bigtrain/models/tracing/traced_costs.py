@@ -55,6 +55,8 @@ def model_costs(
 
 
 def _base_costs(config: RunConfig, hf_config: Any, traces: bool) -> tuple[ModelCosts, str]:
+    """Return the costs of the model without adapters and score head, and a remark if they are not
+    traced. `traces`: trace the model without an earlier trace. Raises ModelError, ConfigError."""
     if missing := missing_model(config.model):
         raise ConfigError(missing)
     # Costs of an earlier trace of an equal model, else of a new trace.

@@ -208,12 +208,12 @@ def _load_all(
     names = MtpNames.find(model) if trains else MtpNames.find_known(model)
     if names is None:
         return {}, _load(model, dict(lazy), origins)
-    main = {name: tensor for name, tensor in lazy.items() if not names.is_one(name)}
-    problems = _load(model, main, origins)
+    decoder_tensors = {name: tensor for name, tensor in lazy.items() if not names.is_one(name)}
+    problems = _load(model, decoder_tensors, origins)
     if not trains:
         return {}, problems
     copies, mtp_tensors = {}, {}
-    for name in lazy.keys() - main.keys():
+    for name in lazy.keys() - decoder_tensors.keys():
         if table := names.repeated(name):
             module = getattr(model, f"get_{table}_embeddings")()
             copies[name] = next(n for n, m in model.named_modules() if m is module) + ".weight"

@@ -74,21 +74,21 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is aten.equal.default:
             return _equal(*args)
-        # Running the operation on the meta device gives the shapes and dtypes of the results.
+        # On the meta device the operation gives the shapes and dtypes of its result, or results.
         meta_kwargs = dict(kwargs)
         if kwargs.get("device") is not None:
             meta_kwargs["device"] = torch.device("meta")
         meta = func(*_as_meta(args), **_as_meta(meta_kwargs))
         follow = _FOLLOWED.get(func.overloadpacket)
         if follow is not None:
-            parts = follow(*args, **kwargs)
+            values = follow(*args, **kwargs)
         elif torch.is_tensor(meta):
-            parts = _Computed(func, args, kwargs, None)
+            values = _Computed(func, args, kwargs, None)
         else:
-            parts = [_Computed(func, args, kwargs, index) for index in range(len(meta))]
+            values = [_Computed(func, args, kwargs, index) for index in range(len(meta))]
         if torch.is_tensor(meta):
-            return LazyTensor(meta.shape, meta.dtype, parts)
-        return [LazyTensor(m.shape, m.dtype, p) for m, p in zip(meta, parts, strict=True)]
+            return LazyTensor(meta.shape, meta.dtype, values)
+        return [LazyTensor(m.shape, m.dtype, v) for m, v in zip(meta, values, strict=True)]
 
 
 def _as_meta(tree: Any) -> Any:
@@ -203,11 +203,6 @@ def _same(tensor: torch.Tensor, *_: Any, **__: Any) -> Values:
     return _Moved(tensor, lambda offsets, out: (offsets, out))
 
 
-def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Values:
-    dim %= tensors[0].ndim + 1
-    return _Joined([tensor.unsqueeze(dim) for tensor in tensors], dim)
-
-
 def _slice(
     tensor: torch.Tensor,
     dim: int = 0,
@@ -292,7 +287,9 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     aten.clone: _same,
     ATEN_TO_COPY: _same,  # reading converts to the dtype of the tensor that is read into
     aten.cat: lambda tensors, dim=0: _Joined(tensors, dim % tensors[0].ndim),
-    aten.stack: _stack,
+    aten.stack: lambda tensors, dim=0: _Joined(
+        [tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].ndim + 1)
+    ),
     aten.slice: _slice,
     aten.split: _split,
     aten.split_with_sizes: _split_with_sizes,

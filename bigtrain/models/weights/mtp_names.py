@@ -71,8 +71,8 @@ class MtpNames:
         """Return whether a tensor of a file belongs to a layer for multi-token prediction."""
         if not self.is_numbered:
             return stored.startswith(f"{NAME}.")
-        number = re.search(r"(?:^|\.)layers\.(\d+)\.", stored)
-        return number is not None and 0 <= int(number[1]) - self.num_hidden_layers < self.num_layers
+        layer = re.search(r"(?:^|\.)layers\.(\d+)\.", stored)
+        return layer is not None and 0 <= int(layer[1]) - self.num_hidden_layers < self.num_layers
 
     def repeated(self, stored: str) -> Literal["input", "output"] | None:
         """Return which of the model's embeddings a tensor of a layer for multi-token prediction

@@ -103,9 +103,9 @@ def complete_config(values: dict[str, Any], config: PreTrainedConfig) -> list[st
 
 def add_older_names(values: dict[str, Any], prefix: str = "") -> list[str]:
     """Change the JSON `values` of a configuration and its nested configurations for transformers
-    4.57: fields also under their older names, layer types by their older names, infinite numbers as
-    in Python's JSON, and no fields of the base class in a part without a type. Return the names of
-    the fields that were added or rewritten."""
+    4.57: add fields under their older names, rewrite layer types to their older names and infinite
+    numbers to Python's JSON, and delete fields of the base class from a part without a type. Return
+    the names of the fields that were added or rewritten."""
     changed: list[str] = []
     model_type = str(values.get("model_type"))
     if model_type in CONFIG_MAPPING:

@@ -7,8 +7,6 @@ trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from bigtrain.models.weights.lazy_tensors import LazyTensor, allocate
@@ -28,14 +26,16 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def untrained_rows(table: LazyTensor) -> dict[int, str]:
     """Return the untrained rows of `table` [vocabulary, hidden size] by number, with a description
     of the row. Reads the table once, a block of rows at a time."""
-    width = int(table.shape[1])
+    num_rows, width = int(table.shape[0]), int(table.shape[1])
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (width,), generator=generator)
     projection = torch.randn(width, _PROJECTIONS, generator=generator)
     # Zeros, a hash of every row's bits (sums of integers, which wrap), and random projections,
     # which keep the proportions of distances.
     largest, hashes, projected = [], [], []
-    for rows in _blocks(table):
+    for begin in range(0, num_rows, _BLOCK_ROWS):
+        rows = allocate((min(_BLOCK_ROWS, num_rows - begin), width), table.dtype)
+        table.fill((begin, 0), rows)
         largest.append(rows.abs().amax(1).double())
         hashes.append((rows.view(_BITS[rows.element_size()]).long() * factors).sum(1))
         projected.append(rows.float() @ projection)
@@ -57,12 +57,3 @@ def untrained_rows(table: LazyTensor) -> dict[int, str]:
     for number in is_mean.nonzero().flatten().tolist():
         reasons.setdefault(number, "the mean of all rows")
     return reasons | dict.fromkeys(is_zero.nonzero().flatten().tolist(), "zeros")
-
-
-def _blocks(table: LazyTensor) -> Iterator[torch.Tensor]:
-    """Yield the rows of `table` in blocks."""
-    for low in range(0, int(table.shape[0]), _BLOCK_ROWS):
-        num_rows = min(_BLOCK_ROWS, int(table.shape[0]) - low)
-        rows = allocate((num_rows, int(table.shape[1])), table.dtype)
-        table.fill((low, 0), rows)
-        yield rows

@@ -47,6 +47,7 @@ def stored_tensors_of(files: Sequence[Path]) -> dict[str, StoredTensor]:
 
 
 def _leaves(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors of a safetensors file by name. Raises ValueError."""
     try:
         file = _Safetensors(path)
         with safe_open(path, framework="pt") as opened:

@@ -170,6 +170,8 @@ def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
 
 
 def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple[str, str]]:
+    """Return the settings of the mathematics that differ from the checkpoint's: for each the key,
+    and a text with both values."""
     stored = document["config"]
     # The checkpoint lacks newer settings: a newer setting changes nothing unless it is set, so its
     # default is compared.

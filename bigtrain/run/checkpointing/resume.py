@@ -140,10 +140,10 @@ def _merged(
     older = [checkpoint for checkpoint in memory_checkpoints if checkpoint.step < newest]
     # Checkpoints in memory that are newer than all on disk, without a look at the disk.
     yield from memory_checkpoints[: len(memory_checkpoints) - len(older)]
-    for loadable in _usable(context):
-        while older and older[0].step >= loadable[1]["step"]:
+    for directory, document in _usable(context):
+        while older and older[0].step >= document["step"]:
             yield older.pop(0)
-        yield loadable
+        yield directory, document
     yield from older
     if newest:
         raise CheckpointError(
@@ -155,8 +155,9 @@ def _merged(
 def _loadable(
     context: SegmentContext, candidate: _Candidate, memory: MemoryFiles | None
 ) -> _Loadable | None:
-    """Return a checkpoint as this host has it, after the host has all files of a memory checkpoint
-    that its ranks need; log and return None if a host cannot get it. Collective."""
+    """Return the directory and the state of a checkpoint on this host. For a checkpoint in memory,
+    first get the files that this host's ranks need from other hosts; log and return None if a host
+    cannot get them. Collective."""
     if not isinstance(candidate, MemoryCheckpoint):
         return candidate
     assert memory is not None

@@ -89,11 +89,11 @@ class ReplicaWatch:
 def differing_ranks(
     checksums: Sequence[Sequence[int]], groups_by_kind: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the ranks with another checksum than most of the group, and whether all groups have a
-    majority; without one, all ranks of a group. Pure. checksums: by rank, one of each kind;
-    groups_by_kind: for each kind, the groups of ranks that must agree."""
+    """Return the ranks whose checksum differs from the majority of their group, and whether every
+    group has a majority; of a group without one, all ranks. Pure. checksums: by rank, one of each
+    kind; groups_by_kind: for each kind, the groups of ranks that must agree."""
     differing: set[int] = set()
-    is_known = True
+    have_majorities = True
     for kind_index, groups in enumerate(groups_by_kind):
         for group in groups:
             counts = Counter(checksums[rank][kind_index] for rank in group)
@@ -102,5 +102,5 @@ def differing_ranks(
                 differing |= {rank for rank in group if checksums[rank][kind_index] != usual}
             else:
                 differing |= set(group)
-                is_known = False
-    return tuple(sorted(differing)), is_known
+                have_majorities = False
+    return tuple(sorted(differing)), have_majorities

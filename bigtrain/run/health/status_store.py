@@ -103,8 +103,8 @@ class StatusStore:
         threading.Thread(target=self._work, name="watchdog-status-store", daemon=True).start()
 
     def report(self, position: Position, moved: bool, is_slow: bool) -> None:
-        """Report this rank's position, whether it has `moved` since the last report, and whether
-        other ranks may wait for it (`is_slow`), in a slow activity."""
+        """Report this rank's position, whether it has `moved` since the last report, and whether it
+        is in a slow activity, for which other ranks may wait (`is_slow`)."""
         text = position.to_json()
         self._do(lambda: self._store.set(f"place/{self._rank}", text))
         if moved:

@@ -106,12 +106,6 @@ def _pipeline_settings(json: _Json) -> tuple[str, ...]:
     return tuple(key for key, value in block.items() if key not in free or value is not False)
 
 
-def _is_torch(json: _Json) -> bool:
-    return optimizer_is_torch(
-        value_at(json, "optimizer"), json, value_at(json, "zero_optimization")
-    )
-
-
 def _quantizes(json: _Json) -> bool:
     keys = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
     return any(value_at(json, f"zero_optimization.{key}") is True for key in keys)
@@ -157,7 +151,13 @@ class Facts(_Values):
     offload_param: Fact[str | None] = _offload("offload_param")
     offload_param_nvme_path: Fact[str | None] = _zero("offload_param.nvme_path", None)
     super_offload: Fact[bool] = _zero("offload_optimizer.super_offload", False)
-    torch_adam: Fact[bool] = _json("optimizer.params.torch_adam", True, _is_torch)
+    torch_adam: Fact[bool] = _json(
+        "optimizer.params.torch_adam",
+        True,
+        lambda json: optimizer_is_torch(
+            value_at(json, "optimizer"), json, value_at(json, "zero_optimization")
+        ),
+    )
     optimizer: Fact[str] = _run("optimizer.type", "adamw")
     state_dtype: Fact[str] = _run("optimizer.state_dtype", "float32")
     average_decay: Fact[float | None] = _run("optimizer.ema.decay", None)

@@ -98,29 +98,29 @@ def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any
     name = draft.value(key, default)
     options = {option: options[option] for option in options if option in SCHEDULE_OPTIONS}
     floor = {"min_lr_ratio": 0.0}
-    known: dict[str, dict[str, Any]] = {
+    schedules: dict[str, dict[str, Any]] = {
         "linear": {"type": "linear", **floor},
         "cosine": {"type": "cosine", **floor},
         "constant": {"type": "constant"},
         "constant_with_warmup": {"type": "constant"},
     }
     if name == "cosine_with_min_lr" and "min_lr_rate" in options:
-        known[name] = {"type": "cosine", "min_lr_ratio": options.pop("min_lr_rate")}
+        schedules[name] = {"type": "cosine", "min_lr_ratio": options.pop("min_lr_rate")}
     if name == "cosine_with_min_lr" and "min_lr" in options:
         ratio = float(options.pop("min_lr")) / (draft.run["optimizer"]["lr"] or 1.0)
-        known[name] = {"type": "cosine", "min_lr_ratio": ratio}
+        schedules[name] = {"type": "cosine", "min_lr_ratio": ratio}
     if name == "cosine_with_restarts":
-        known[name] = {"type": "cosine", **floor, "cycles": options.pop("num_cycles", 1)}
+        schedules[name] = {"type": "cosine", **floor, "cycles": options.pop("num_cycles", 1)}
     if name == "cosine" and options.get("num_cycles") == 0.5:
         options.pop("num_cycles")  # the default: half a wave
-    if name not in known or options:
+    if name not in schedules or options:
         extra = f" with {options}" if options else ""
-        similar = difflib.get_close_matches(str(name), known, n=1)
-        fix = f"did you mean {similar[0]}? " if similar and name not in known else ""
+        similar = difflib.get_close_matches(str(name), schedules, n=1)
+        fix = f"did you mean {similar[0]}? " if similar and name not in schedules else ""
         fix += "schedule.type=NAME:FUNCTION"
         draft.refuse(key, f"{name}{extra} is not a schedule of bigtrain", fix)
         return
-    for setting, value in known[name].items():
+    for setting, value in schedules[name].items():
         draft.set(f"schedule.{setting}", value)
     warmup_steps, ratio = draft.number("warmup_steps", 0), draft.number("warmup_ratio", 0)
     if 0 < warmup_steps < 1:  # transformers 5 takes a ratio here
@@ -175,8 +175,8 @@ def set_dtype(draft: Draft, *, default: str) -> None:
     elif draft.value("fp16") is True:
         dtype = "float16"
     else:
-        given = draft.value("bf16") is False or draft.value("fp16") is False
-        dtype = "float32" if given else default
+        is_float32 = draft.value("bf16") is False or draft.value("fp16") is False
+        dtype = "float32" if is_float32 else default
     draft.set("precision.dtype", dtype)
 
 
@@ -209,12 +209,12 @@ def set_engine(draft: Draft, key: str) -> None:
 
 def set_trackers(draft: Draft, names: object) -> None:
     """Set the trackers that bigtrain has, and list others."""
-    listed = names if isinstance(names, list) else [names]
-    known = [name for name in listed if name in ("tensorboard", "wandb", "mlflow", "comet_ml")]
-    if known:
-        draft.set("logging.trackers", known)
-    for name in listed:
-        if name not in known and not is_unset(name):
+    names = names if isinstance(names, list) else [names]
+    trackers = [name for name in names if name in ("tensorboard", "wandb", "mlflow", "comet_ml")]
+    if trackers:
+        draft.set("logging.trackers", trackers)
+    for name in names:
+        if name not in trackers and not is_unset(name):
             draft.notes.append(f"report_to = {name!r}: is not one of bigtrain's trackers")
 
 

@@ -17,9 +17,11 @@ from typing import Any
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.conversion import axolotl, llama_factory, megatron, megatron_keys, trainer
+from bigtrain.settings.conversion.axolotl_keys import AXOLOTL_NAME, AXOLOTL_TABLE
 from bigtrain.settings.conversion.common import read_values
 from bigtrain.settings.conversion.draft import MISSPELT, Draft, is_unset
 from bigtrain.settings.conversion.tables import Table
+from bigtrain.settings.conversion.trainer_keys import TRAINER_NAME, TRAINER_TABLE
 from bigtrain.settings.deepspeed.keys import key_table
 from bigtrain.settings.loading import apply_overrides, parse_run_config, parse_yaml
 from bigtrain.settings.resolve import resolve_run
@@ -44,7 +46,7 @@ class Trainer:
 
 
 TRAINERS: Mapping[str, Trainer] = {
-    "axolotl": Trainer(axolotl.NAME, axolotl.TABLE, axolotl.is_axolotl, axolotl.fill, axolotl.flat),
+    "axolotl": Trainer(AXOLOTL_NAME, AXOLOTL_TABLE, axolotl.is_axolotl, axolotl.fill, axolotl.flat),
     "llama-factory": Trainer(
         llama_factory.NAME,
         llama_factory.TABLE,
@@ -69,8 +71,8 @@ TRAINERS: Mapping[str, Trainer] = {
         defaults=megatron_keys.MEGATRON_DEFAULTS,
     ),
     "trainer": Trainer(
-        trainer.NAME,
-        trainer.TABLE,
+        TRAINER_NAME,
+        TRAINER_TABLE,
         lambda keys: "learning_rate" in keys or "per_device_train_batch_size" in keys,
         trainer.fill,
     ),
@@ -247,9 +249,9 @@ def _whole_command(draft: Draft, arguments: _Arguments) -> list[Problem]:
 def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Trainer:
     """Return the trainer of a file, by name or by its keys. Raises ConfigError."""
     for own_keys, reason in _NOT_CONVERTED.items():
-        if found := sorted({*own_keys} & tree.keys()):
+        if refused := sorted({*own_keys} & tree.keys()):
             rule = f"{reason}, which is not converted"
-            raise ConfigError(Problem(label, found[0], rule, "write the run by `bigtrain init`"))
+            raise ConfigError(Problem(label, refused[0], rule, "write the run by `bigtrain init`"))
     if len({"model", "data", "batch", "train", "optimizer", "output"} & tree.keys()) > 2:
         fix = f"bigtrain check --config {shlex.quote(label)}"
         raise ConfigError(Problem(label, None, "is a run of bigtrain already", fix))
@@ -294,15 +296,10 @@ def read_tree(path: Path) -> dict[str, Any]:
         text = read_text(path)
     except TextFileError as error:
         raise ConfigError(Problem(str(path), None, error.rule, error.fix)) from error
-    tree = json.loads(text) if _is_json(text) else parse_yaml(text, str(path))
+    try:
+        tree = json.loads(text)
+    except ValueError:
+        tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(Problem(str(path), None, "must hold keys and values"))
     return tree
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True

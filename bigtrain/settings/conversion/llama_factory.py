@@ -35,8 +35,8 @@ from bigtrain.settings.conversion.tables import (
     sets,
     with_values,
 )
-from bigtrain.settings.conversion.trainer import TABLE as TRAINER_TABLE
 from bigtrain.settings.conversion.trainer import set_adapters, set_training
+from bigtrain.settings.conversion.trainer_keys import TRAINER_TABLE
 
 NAME = "LLaMA-Factory"
 _OTHER_METHOD = refused("this method of fine-tuning is not implemented")
@@ -283,7 +283,12 @@ def _set_rows(draft: Draft, stage: str) -> None:
     commands = []
     are_found = True
     for name, output in zip(names, outputs, strict=True):
-        record = _read_record(draft, name)
+        # The dataset's record in dataset_info.json, empty without the file; keys that are not in
+        # `_RECORD` are refused.
+        prefix = f"dataset_info.{name}."
+        values = read_members(draft, prefix, draft.value("dataset_info", {}).get(name, {}), _RECORD)
+        draft.apply_members(prefix, draft.keys.get("dataset_info", {}).get(name, {}), _RECORD)
+        record = {key: value for key, value in values.items() if value is not None}
         source = record.get("file_name") or record.get("hf_hub_url")
         are_found = are_found and source is not None
         parts = ["--dataset-config", record["subset"]] if record.get("subset") else []
@@ -329,16 +334,6 @@ def _row_options(draft: Draft, stage: str) -> list[str]:
             "--omit template takes the tokenizer's; or tokenize --chat-template FILE",
         )
     return options
-
-
-def _read_record(draft: Draft, name: str) -> dict[str, Any]:
-    """Return what dataset_info.json has of a dataset, empty without it; list or refuse other
-    keys."""
-    records = draft.value("dataset_info", {})
-    path = f"dataset_info.{name}"
-    record = read_members(draft, f"{path}.", records.get(name, {}), _RECORD)
-    draft.apply_members(f"{path}.", draft.keys.get("dataset_info", {}).get(name, {}), _RECORD)
-    return {key: value for key, value in record.items() if value is not None}
 
 
 def dataset_info(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:

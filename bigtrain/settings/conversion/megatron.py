@@ -19,8 +19,8 @@ _OF_TESTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT"
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a file: names with underscores and without dashes before them, those
-    below MODEL_ARGS, language_model and model_parallel at the top."""
+    """Return the arguments of a file: names with underscores, without leading dashes; arguments
+    below MODEL_ARGS, language_model and model_parallel move to the top."""
     arguments: dict[str, Any] = {}
     for name, value in tree.items():
         if name in ("MODEL_ARGS", "language_model", "model_parallel") and isinstance(
@@ -217,12 +217,12 @@ def _set_data(draft: Draft) -> None:
 
 def is_neox(arguments: Mapping[str, Any]) -> bool:
     """Return whether arguments are GPT-NeoX's."""
-    own = {"pipe_parallel_size", "train_micro_batch_size_per_gpu", "pos_emb", "no_weight_tying"}
-    return bool(own & arguments.keys())
+    names = {"pipe_parallel_size", "train_micro_batch_size_per_gpu", "pos_emb", "no_weight_tying"}
+    return bool(names & arguments.keys())
 
 
 def is_megatron(arguments: Mapping[str, Any]) -> bool:
     """Return whether arguments are Megatron-LM's."""
-    own = {"tensor_model_parallel_size", "micro_batch_size", "lr_warmup_fraction", "train_iters"}
-    own |= {"normalization", "num_query_groups"}  # of a file with the model's arguments only
-    return bool(own & arguments.keys()) and "num_layers" in arguments
+    names = {"tensor_model_parallel_size", "micro_batch_size", "lr_warmup_fraction", "train_iters"}
+    names |= {"normalization", "num_query_groups"}  # of a file with the model's arguments only
+    return bool(names & arguments.keys()) and "num_layers" in arguments

@@ -205,9 +205,9 @@ def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:
         third = int(draft.number("intermediate_size", 4 * hidden_size) * 2 / 3) // 2
         config["intermediate_size"] = -(-third // multiple) * multiple
     else:
-        given = draft.number("ffn_hidden_size")
+        ffn_size = draft.number("ffn_hidden_size")
         default = int(4 * hidden_size * 2 / 3) // 64 * 64
-        config["intermediate_size"] = int(given or default)
+        config["intermediate_size"] = int(ffn_size or default)
     key_heads = draft.number("num_kv_heads", config["num_attention_heads"])
     if draft.trainer == MEGATRON_NAME and draft.value("group_query_attention"):
         key_heads = draft.number("num_query_groups", 1)

@@ -1,4 +1,5 @@
-"""HF TrainingArguments, and the configurations of TRL's trainers, as JSON or YAML. Pure.
+"""HF TrainingArguments, and the configurations of TRL's trainers, as JSON or YAML: the meaning of
+several keys together. Pure.
 
 Defaults are taken from transformers 5.23 (training_args.py) and TRL 1.16 (SFTConfig, DPOConfig,
 KTOConfig, RewardConfig, ModelConfig), with which a test compares them. The task pretrain is
@@ -9,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-from bigtrain.objectives.preference import PairLoss
-from bigtrain.settings.conversion.accepted_values import NUMBER, TEXT, TRAINER_VALUES, Values
 from bigtrain.settings.conversion.common import (
-    SCHEDULE_OPTIONS,
     model_name,
     set_adam,
     set_batch,
@@ -32,198 +30,7 @@ from bigtrain.settings.conversion.common import (
 )
 from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.methods import METHODS, set_objective
-from bigtrain.settings.conversion.tables import (
-    Table,
-    note,
-    only,
-    read,
-    refused,
-    rows,
-    sets,
-    with_values,
-)
-
-NAME = "HF Trainer and TRL"
-_ELSEWHERE = "is of the program, not of the training"
-_DATA = read("the `tokenize` line")
-_REINFORCEMENT = refused("reinforcement learning (GRPO, PPO, RLOO) is not a kind of objective")
-
-_MIXTURE: Table = {
-    "datasets": read(
-        _DATA.text,
-        with_values(
-            {
-                **rows("id config split", _DATA),
-                "weight": read("only 1: all rows"),
-                "columns": note("tokenize reads the columns of the format"),
-            },
-            [(TEXT, "id config split"), (NUMBER, "weight")],
-        ),
-    ),
-    "seed": note("samples are shuffled by the seed of the run"),
-    "test_split_size": note("`tokenize --held-out F` takes a share of the rows"),
-}
-_MIXTURE = with_values(_MIXTURE, [(Values(types=(list,)), "datasets")])
-"""Keys of a mixture of datasets, as in the alignment handbook and open-r1."""
-
-# TRL has separate trainers for CPO (simpo) and ORPO.
-_DPO_LOSSES = [name for name in get_args(PairLoss) if name not in ("simpo", "orpo")]
-
-TABLE: Table = {
-    # Model and adapters.
-    "model_name_or_path": sets("model.path"),
-    "attn_implementation": read("`model.attention`"),
-    "gradient_checkpointing": read("`model.gradient_checkpointing`"),
-    "use_peft": read("`adapters`"),
-    "lora_r": read("`adapters.rank`"),
-    "lora_alpha": read("`adapters.alpha`"),
-    "lora_dropout": read("`adapters.dropout`"),
-    "lora_target_modules": read("`adapters.targets`"),
-    "lora_target_parameters": read("`adapters.target_parameters`"),
-    "lora_modules_to_save": read("`adapters.modules_to_save`"),
-    "use_rslora": read("`adapters.rslora`"),
-    "use_dora": read("`adapters.dora`"),
-    "load_in_4bit": read("`adapters.quantization`"),
-    "bnb_4bit_quant_type": read("`adapters.quantization`"),
-    "use_bnb_nested_quant": read("`adapters.double_quantization`"),
-    "load_in_8bit": read("`adapters.quantization`: int8"),
-    # Optimizer, schedule, batch, length.
-    "learning_rate": read("`optimizer.lr`"),
-    "optim": read("`optimizer.type`"),
-    "weight_decay": read("`optimizer.weight_decay`"),
-    "adam_beta1": read("`optimizer.betas`"),
-    "adam_beta2": read("`optimizer.betas`"),
-    "adam_epsilon": read("`optimizer.eps`"),
-    "max_grad_norm": read("`optimizer.clip_norm`"),
-    "lr_scheduler_type": read("`schedule.type`"),
-    "lr_scheduler_kwargs": read("`schedule.min_lr_ratio`, `schedule.cycles`", SCHEDULE_OPTIONS),
-    "warmup_steps": read("`schedule.warmup_steps`"),
-    "warmup_ratio": read("`schedule.warmup_ratio`"),
-    "per_device_train_batch_size": read("`batch.micro_batch_size`, `batch.global_batch_size`"),
-    "gradient_accumulation_steps": read("`batch.global_batch_size`"),
-    "num_train_epochs": read("`train.epochs`"),
-    "max_steps": read("`train.steps`, if more than 0"),
-    "bf16": read("`precision.dtype`"),
-    "fp16": read("`precision.dtype`"),
-    "tf32": sets("precision.tf32", {True: True, False: False}),
-    "seed": sets("seed"),
-    "label_smoothing_factor": sets("objective.label_smoothing"),
-    "neftune_noise_alpha": read("`model.neftune_noise_alpha`"),
-    "deepspeed": read("`engine.deepspeed_config`, a path"),
-    # Objectives.
-    **rows("beta loss_type desirable_weight undesirable_weight simpo_gamma", read("`objective`")),
-    "center_rewards_coefficient": read("`objective.center_rewards_coefficient`"),
-    "label_smoothing": read("`objective.label_smoothing`"),
-    "rpo_alpha": refused(
-        "weighs the mean over the tokens of all chosen answers; objective.sft_weight weighs the "
-        "mean over each answer's"
-    ),
-    "ref_model": refused("the reference is the model that the run starts from"),
-    "max_prompt_length": note(
-        "prompts are not cut; tokenize --max-prompt-tokens drops rows with longer ones"
-    ),
-    # Data.
-    "block_size": read("`batch.sequence_length`, of run_clm.py"),
-    "validation_split_percentage": read("`tokenize --held-out`"),
-    "train_file": read("`tokenize --input`"),
-    "validation_file": note("tokenize it, and name it in evaluation.held_out"),
-    "dataset_config_name": read("`tokenize --dataset-config`"),
-    "max_train_samples": read("`tokenize --max-samples`"),
-    "max_eval_samples": sets("evaluation.samples"),
-    "tokenizer_name": read("`tokenize --tokenizer`"),
-    **rows("config_overrides config_name", refused("`model.config` and `model.overrides`")),
-    "max_length": read("`batch.sequence_length`"),
-    "max_seq_length": read("`batch.sequence_length`, the older name of max_length"),
-    "packing": read("`data.packing`"),
-    "packing_strategy": read("`data.packing`"),
-    "padding_free": note("it saves padding; data.packing=best_fit does, too"),
-    "assistant_only_loss": read("answers alone are learned from conversations"),
-    "completion_only_loss": only((True,), "a prompt would be learned too"),
-    **rows(
-        "dataset_name dataset_config dataset_train_split dataset_splits dataset_mixer "
-        "dataset_configs dataset_text_field",
-        _DATA,
-    ),
-    "dataset_mixture": read(_DATA.text, _MIXTURE),
-    **rows("dataset_test_split eval_dataset", note("evaluation is on `tokenize --held-out`")),
-    "dataset_kwargs": note("of TRL's own preparation of the data"),
-    "chat_template": read("a file for `tokenize --chat-template`"),
-    "eos_token": refused("the tokenizer's directory decides the end of sequences"),
-    "system_prompt": refused("a system message is a part of the rows"),
-    # Saves, evaluations, log.
-    "output_dir": sets("output.directory"),
-    "logging_steps": read("`logging.every_steps`"),
-    "report_to": read("`logging.trackers`"),
-    "wandb_project": sets("logging.project"),
-    "save_steps": read("`checkpoint.every_steps`, if saves are by steps"),
-    "save_strategy": read("`checkpoint.every_steps`, or every_epochs"),
-    "save_total_limit": read("`checkpoint.keep_last`"),
-    "eval_steps": read("`evaluation.every_steps`, if evaluations are by steps"),
-    **rows(
-        "eval_strategy evaluation_strategy do_eval",
-        read("`evaluation.every_steps`, or every_epochs"),
-    ),
-    "max_samples": refused("the first rows of the data: cut the file"),
-    # Without a counterpart, and without an effect on the mathematics.
-    **rows("torch_dtype dtype", note("weights are read in the dtype of precision.dtype")),
-    **rows(
-        "push_to_hub hub_model_id hub_strategy hub_private_repo hub_model_revision hub_always_push "
-        "hub_token push_to_hub_model_id",
-        note("an export is uploaded with `hf upload`"),
-    ),
-    **rows(
-        "dataset_num_proc preprocessing_num_workers",
-        note("tokenize takes all cores; --workers N"),
-    ),
-    **rows(
-        "dataloader_num_workers dataloader_pin_memory dataloader_drop_last "
-        "dataloader_persistent_workers dataloader_prefetch_factor",
-        note("data.workers sets the reader threads"),
-    ),
-    **rows(
-        "do_train do_predict log_level logging_strategy logging_first_step "
-        "run_name disable_tqdm remove_unused_columns ddp_timeout ddp_find_unused_parameters "
-        "wandb_entity wandb_group wandb_run_group callbacks benchmarks logging_dir local_rank "
-        "save_safetensors log_on_each_node save_on_each_node overwrite_cache keep_linebreaks "
-        "low_cpu_mem_usage use_fast_tokenizer",
-        note(_ELSEWHERE),
-    ),
-    "overwrite_output_dir": note(
-        "a run continues in a directory that it began in; remove the directory to begin again"
-    ),
-    "load_best_model_at_end": read("`checkpoint.keep_best`"),
-    **rows("metric_for_best_model greater_is_better", read("`evaluation.best`")),
-    **rows(
-        "save_only_model resume_from_checkpoint", note("a run resumes from complete checkpoints")
-    ),
-    **rows("fsdp fsdp_config", note("ZeRO 3 takes its place: engine.deepspeed_config=zero3")),
-    **rows(
-        "per_device_eval_batch_size eval_accumulation_steps",
-        note("an evaluation has the micro-batch of the run"),
-    ),
-    **rows("eval_on_start prediction_loss_only", note("evaluations measure the held-out loss")),
-    "average_tokens_across_devices": only((True,), "the loss is the mean over the tokens of all"),
-    "gradient_checkpointing_kwargs": note("recomputation gives the same gradients"),
-    "train_sampling_strategy": only(("random",), "samples are always shuffled"),
-    "group_by_length": refused("the order of samples by length is not implemented"),
-    "use_liger_kernel": note("the same results; model.kernels=liger and model.loss=liger"),
-    "torch_compile": read("`model.compile`"),
-    "auto_find_batch_size": refused("the micro-batch is a setting"),
-    "trust_remote_code": note("code of the hub is never run; a model that needs it is refused"),
-    "model_revision": read("only main: a run reads the model's main branch, or a directory"),
-    "use_cache": note("is of generation"),
-    "precompute_ref_log_probs": note("`bigtrain score` stores them"),
-    **rows(
-        "num_generations reward_funcs reward_weights use_vllm max_completion_length "
-        "num_iterations vllm_device vllm_gpu_memory_utilization scale_rewards kl_coef "
-        "dataset_prompt_column mask_truncated_completions",
-        _REINFORCEMENT,
-    ),
-    **rows("optim_args optim_target_modules", refused("options of another optimizer")),
-    "temperature": _REINFORCEMENT,
-}
-
-TABLE = with_values(TABLE, TRAINER_VALUES)
+from bigtrain.settings.conversion.trainer_keys import DPO_LOSSES
 
 _SHARED: Mapping[str, Any] = {
     "max_length": 1024,
@@ -271,10 +78,10 @@ def fill(draft: Draft, task: str | None) -> None:
         set_training(draft, _TASKS["sft"])  # for the problems of keys that all trainers have
         return
     defaults = _TASKS[task]
-    used = [f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None]
-    if used:
+    added = [f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None]
+    if added:
         owner = "TrainingArguments" if task == "pretrain" else f"TRL's trainer ({task})"
-        draft.notes.append(f"defaults of {owner}: {', '.join(used)}")
+        draft.notes.append(f"defaults of {owner}: {', '.join(added)}")
     if "train_sampling_strategy" in defaults and draft.value("train_sampling_strategy") is None:
         draft.notes.append("TRL reads these rows in their order by default; here they are shuffled")
     set_training(draft, defaults)
@@ -427,8 +234,8 @@ def _set_objective(draft: Draft, task: str) -> None:
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
     if method is METHODS["dpo"] and loss is not None:
         method = replace(method, loss=loss)
-        if loss not in _DPO_LOSSES:
-            choices = ", ".join(_DPO_LOSSES)
+        if loss not in DPO_LOSSES:
+            choices = ", ".join(DPO_LOSSES)
             draft.refuse("loss_type", f"is not a loss of DPO that bigtrain has: {choices}")
     weights = ("desirable_weight", "undesirable_weight")
     set_objective(draft, method, draft.number("beta", 0.1), weights)
@@ -508,8 +315,8 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
     outputs = [f"shards-{number}/" for number in range(len(sources))]
     outputs = ["shards/"] if len(sources) == 1 else outputs
     commands = [
-        tokenize_command(source["name"], tokenizer, [*source["options"], *options], output)
-        for source, output in zip(sources, outputs, strict=True)
+        tokenize_command(name, tokenizer, [*source_options, *options], output)
+        for (name, source_options), output in zip(sources, outputs, strict=True)
     ]
     set_data(draft, commands, outputs)
 
@@ -523,31 +330,29 @@ def _refuse_shares(draft: Draft, key: str, shares: Iterable[tuple[str, Any]]) ->
             draft.refuse(key, rule, "cut the rows, and 1.0 in the file")
 
 
-def _sources(draft: Draft) -> list[dict[str, Any]]:
-    """Return name and options of each dataset of the file."""
-    # Three ways to name data: a mixture, a dictionary of shares, one dataset.
+def _sources(draft: Draft) -> list[tuple[str, list[str]]]:
+    """Return each dataset of the file: its name, and the options of `bigtrain tokenize` for its
+    configuration and split."""
+    # A file names its data as a mixture, as a dictionary of shares, or as one dataset.
     mixture = draft.value("dataset_mixture")
     if isinstance(mixture, Mapping):
         entries = mixture.get("datasets", [])
-        listed = [
-            (entry.get("id"), entry.get("config"), entry.get("split", "train")) for entry in entries
-        ]
         shares = [(entry.get("id"), entry.get("weight", 1.0)) for entry in entries]
         _refuse_shares(draft, "dataset_mixture", shares)
     elif isinstance(draft.value("dataset_mixer"), Mapping):
         mixer, splits = draft.value("dataset_mixer"), draft.value("dataset_splits", ["train"])
-        listed = [(name, None, splits[0]) for name in mixer]
+        entries = [{"id": name, "split": splits[0]} for name in mixer]
         _refuse_shares(draft, "dataset_mixer", mixer.items())
     else:
         name = draft.value("dataset_name", "DATA")
         split = draft.value("dataset_train_split", "train")
-        listed = [(name, draft.value("dataset_config"), split)]
+        entries = [{"id": name, "config": draft.value("dataset_config"), "split": split}]
     sources = []
-    for name, config, split in listed:
+    for entry in entries:
         options = []
-        if config not in (None, "default"):
-            options += ["--dataset-config", str(config)]
-        if split != "train":
-            options += ["--dataset-split", str(split)]
-        sources.append({"name": str(name), "options": options})
+        if entry.get("config") not in (None, "default"):
+            options += ["--dataset-config", str(entry["config"])]
+        if entry.get("split", "train") != "train":
+            options += ["--dataset-split", str(entry["split"])]
+        sources.append((str(entry.get("id")), options))
     return sources

@@ -135,10 +135,10 @@ def omitted_keys(
         if is_comment(name, value):
             yield key, "is a comment"
         elif key == "scheduler" and is_scheduler_of_run(value):
-            kind = value_at(value, "type")
+            scheduler_type = value_at(value, "type")
             yield (
                 key,
-                f"({kind}) has no values of its own: schedule.* of the run is used"
+                f"({scheduler_type}) has no values of its own: schedule.* of the run is used"
                 f"{_difference_of_shape(value)}",
             )
         elif key in refused_blocks and is_off(value):
@@ -149,11 +149,11 @@ def omitted_keys(
 
 def without_keys(tree: Mapping[str, Any], omitted: set[str], parents: str = "") -> dict[str, Any]:
     """Return a copy of `tree` without the dotted keys `omitted`."""
-    kept: dict[str, Any] = {}
+    remaining: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{parents}{name}"
         if key in omitted:
             continue
         is_block = isinstance(value, Mapping)
-        kept[name] = without_keys(value, omitted, f"{key}.") if is_block else value
-    return kept
+        remaining[name] = without_keys(value, omitted, f"{key}.") if is_block else value
+    return remaining

@@ -182,7 +182,8 @@ class Listener:
 
 
 class GuardedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose servers are a `Listener`. on_error: called with what it cannot do."""
+    """An event loop whose servers are a `Listener`. on_error: called with each exception that
+    nothing else handles."""
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ class ServerDirectory:
         except sqlite3.DatabaseError as error:
             connection.close()
             raise LaunchError(
-                f"{path} is not a database: {error} -> restore the directory, or a new one"
+                f"{path} is not a database: {error} -> restore the directory, or choose a new one"
             ) from error
         return connection
 

@@ -92,7 +92,7 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
     """Copy the files of `directory` to `address`, with the file `last` at the end; return the
     number of bytes sent.
 
-    With `last`, files of the same size from an earlier copy of this directory are not sent
+    With `last`, files that an earlier copy of this directory has in equal size are not sent
     again. Raises StorageError, and FileNotFoundError if a file is removed in the meantime.
     """
     store = store_of(address)

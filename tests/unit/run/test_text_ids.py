@@ -510,17 +510,17 @@ def test_untrained_rows_and_shards_are_read_once(
 ) -> None:
     monkeypatch.setenv("BIGTRAIN_CACHE", str(tmp_path / "cache"))
     num_reads = {"table": 0, "tokens": 0}
-    blocks, bincount = untrained_rows._blocks, np.bincount
+    allocate, bincount = untrained_rows.allocate, np.bincount
 
-    def read_blocks(table: Any) -> Any:
+    def allocate_block(*args: Any) -> Any:
         num_reads["table"] += 1
-        return blocks(table)
+        return allocate(*args)
 
     def count_tokens(*args: Any, **kwargs: Any) -> Any:
         num_reads["tokens"] += 1
         return bincount(*args, **kwargs)
 
-    monkeypatch.setattr(untrained_rows, "_blocks", read_blocks)
+    monkeypatch.setattr(untrained_rows, "allocate", allocate_block)
     monkeypatch.setattr(frozen_rows.np, "bincount", count_tokens)
     values = {"bos_token_id": place.bos, "eos_token_id": place.eos}
     model = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=place.num_tokens, **values))

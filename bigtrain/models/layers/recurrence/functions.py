@@ -190,6 +190,8 @@ class Call:
     def _compute_segment(
         self, tensors: Mapping[str, torch.Tensor], changes: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [B, T, ...] and the state, None if the function returns only an output,
+        for the `tensors` [B, T, ...]; `changes`: other arguments."""
         dims = self.function.tokens
         arguments = self.rest | changes
         arguments |= {name: x.movedim(1, dims[name]) for name, x in tensors.items()}
@@ -321,6 +323,7 @@ def _replaced(
 ) -> Any:
     def compute(*args: Any, **kwargs: Any) -> Any:
         if prepare is not None and function.kind != CONVOLUTION:
+            # `prepare` reads arguments by name; afterwards the same arguments are positional.
             names = list(inspect.signature(original).parameters)
             kwargs = prepare(dict(zip(names, args, strict=False)) | kwargs)
             args = tuple(kwargs.pop(name) for name in names[: len(args)])

@@ -40,13 +40,15 @@ def restart_at_documents(model: nn.Module, modules: Iterable[str] = ()) -> Calla
 
 
 def _call_by_document(model: nn.Module, classes: set[str]) -> Callable[[], None]:
+    """Call modules of the named `classes` once for each document; return a function that undoes
+    it."""
     changed = [module for module in model.modules() if type(module).__name__ in classes]
     for module in changed:
         forward = vars(module).get("forward") or partial(type(module).forward, module)
-        for_each = torch.compiler.disable(
+        forward_by_document = torch.compiler.disable(
             partial(_forward, module, forward), reason="modules are called for each document"
         )
-        shadow(module, "forward", for_each)
+        shadow(module, "forward", forward_by_document)
         shadow(module, _BY_DOCUMENT, True)
 
     def undo() -> None:
@@ -96,28 +98,19 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     if _EQUALLY_OFTEN in vars(module):
         # Documents have one batch for each number of bits of a length.
         num_missing = shape[1].bit_length() - len(documents.numbers_on(flat["0"].device)[0])
-        outputs = _with_calls_of_one_token(call, flat, outputs, num_missing)
+        # Call as often as other ranks do, with the first token. A result counts as zero in all
+        # outputs, so that the backward pass has the call, too.
+        one_token = {name: x[:1, None] for name, x in flat.items()}
+        for _ in range(num_missing):
+            floats = [x for x in call(one_token) if x is not None and x.is_floating_point()]
+            zero = 0 * torch.stack([x.float().sum() for x in floats]).sum()
+            outputs = [
+                x if x is None or not x.is_floating_point() else x + zero.to(x.dtype)
+                for x in outputs
+            ]
     # Outputs of all batches have one structure; widths of later calls may be other widths.
     rebuild_outputs = output_rebuilders[0]
     return rebuild_outputs([None if x is None else x.unflatten(0, shape) for x in outputs])
-
-
-def _with_calls_of_one_token(
-    call: Callable[[dict[str, torch.Tensor]], Sequence[torch.Tensor | None]],
-    flat: dict[str, torch.Tensor],
-    outputs: list[torch.Tensor | None],
-    num_calls: int,
-) -> list[torch.Tensor | None]:
-    """Return `outputs` after `num_calls` calls with the first token of `flat`. A call's result
-    counts as zero in all `outputs`, so that the backward pass has the call, too."""
-    one_token = {name: x[:1, None] for name, x in flat.items()}
-    for _ in range(num_calls):
-        floats = [x for x in call(one_token) if x is not None and x.is_floating_point()]
-        zero = 0 * torch.stack([x.float().sum() for x in floats]).sum()
-        outputs = [
-            x if x is None or not x.is_floating_point() else x + zero.to(x.dtype) for x in outputs
-        ]
-    return outputs
 
 
 def tensors_of_tokens(
