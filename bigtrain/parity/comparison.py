@@ -124,14 +124,16 @@ def _mean(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _distances(reference: TrainingTrace, trace: TrainingTrace) -> tuple[float, float, float]:
-    """Return differences of the loss and the (relative) norm at the worst step, and of the worst
-    weight."""
-    norms = _scalars(reference.norms)
-    steps = distances(
-        {"loss": _scalars(reference.losses), "norm": norms / norms},
-        {"loss": _scalars(trace.losses), "norm": _scalars(trace.norms) / norms},
+    """Return three largest differences: between the losses of a step, between the gradient norms of
+    a step (as a fraction of the norm of `reference`), and between the weights at the end."""
+    # Norms are compared in units of the reference's norm, so the reference itself has norm 1, or
+    # NaN for a norm of 0, which counts as an infinite difference.
+    unit = _scalars(reference.norms)
+    largest = distances(
+        {"loss": _scalars(reference.losses), "norm": unit / unit},
+        {"loss": _scalars(trace.losses), "norm": _scalars(trace.norms) / unit},
     )
-    return steps["loss"], steps["norm"], max(_weight_distances(reference, trace).values())
+    return largest["loss"], largest["norm"], max(_weight_distances(reference, trace).values())
 
 
 def _weight_distances(reference: TrainingTrace, trace: TrainingTrace) -> dict[str, float]:

@@ -62,19 +62,20 @@ def packed_bytes(num_outputs: int, num_inputs: int, packing: Packing) -> int:
     """Return the bytes of a matrix as bitsandbytes 0.50 stores it: weights, scales and code tables.
 
     Dettmers et al. 2023 (arXiv 2305.14314), section 3: every block of 4-bit weights has a scale in
-    float32; doubly quantized, a scale is 8 bits, and every block of scales has one in float32.
-    LLM.int8 (arXiv 2208.07339): a float32 scale per output.
+    float32. With double quantization that scale has 8 bits, every block of such scales has a
+    float32 scale of its own, and the matrix has one offset. LLM.int8 (arXiv 2208.07339): a float32
+    scale per output.
     """
     num_weights = num_outputs * num_inputs
     if packing == "int8":
         return num_weights + 4 * num_outputs
-    blocks = -(-num_weights // BLOCK_SIZE)
-    num_bytes = -(-num_weights // 2) + _CODE_BYTES
+    weight_bytes = -(-num_weights // 2) + _CODE_BYTES
+    num_scales = -(-num_weights // BLOCK_SIZE)
     if packing == "float32_scales":
-        return num_bytes + 4 * blocks
-    return (
-        num_bytes + blocks + 4 * -(-blocks // _SCALE_BLOCK_SIZE) + _SCALE_CODE_BYTES + _OFFSET_BYTES
-    )
+        return weight_bytes + 4 * num_scales
+    num_scale_blocks = -(-num_scales // _SCALE_BLOCK_SIZE)
+    scale_bytes = num_scales + 4 * num_scale_blocks + _SCALE_CODE_BYTES + _OFFSET_BYTES
+    return weight_bytes + scale_bytes
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ def _facts(context: RunContext, data_hash: str) -> dict[str, Any]:
 
 def refuse_other_run(context: RunContext, data_hash: str) -> None:
     """Raise LaunchError on every rank if the outer server has a run with other settings or data.
-    Before the model is built; once more when this site joins. Collective over this site."""
+    This is called before the model is built; the server compares the settings and the data again
+    when this site joins. Collective over this site."""
     sites, allowed = context.config.sites, context.config.checkpoint.allow_changes
     if sites is None or sites.server is None or (sites.start_server and sites.index == 0):
-        return  # nothing to ask, or nobody yet
+        return  # no server, or this site starts it later
 
     def compare() -> None:
         run = checkpoints.make_run_id(context.directory)

@@ -241,12 +241,11 @@ class ServerSteps:
 
 
 def full_shapes(engine: TrainEngine, ranks: SiteRanks) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of what is trained, on all pipeline stages. Collective."""
-    local_shapes = {
+    """Return the full shape of each trained parameter of all pipeline stages by its name; (1,) for
+    a scalar. Collective."""
+    own_shapes = {
         name: tuple(full_shape(parameter)) or (1,)
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad
     }
-    return {
-        name: shape for shapes in ranks.gathered(local_shapes) for name, shape in shapes.items()
-    }
+    return {name: shape for shapes in ranks.gathered(own_shapes) for name, shape in shapes.items()}

@@ -83,7 +83,8 @@ class WorkerRank:
         `rank`-th, then the items of the next ranks. If the size is unknown, starts are spread over
         the items by the golden ratio, which separates any number of ranks."""
         if self.size is None:
-            first = int(self.rank * GOLDEN % 1.0 * len(items))
+            start_fraction = (self.rank * GOLDEN) % 1.0
+            first = int(start_fraction * len(items))
             return [*items[first:], *items[:first]]
         rank = self.rank % self.size
         turns = ((rank + turn) % self.size for turn in range(self.size))

@@ -131,9 +131,10 @@ def refuse_other_shape(directory: Path, key: str, shape: Numbers, request: Wante
 
 
 def verify_files(directory: Path, listing: Listing) -> None:
-    """Read every byte of every file, which must cover their tensors exactly. Holds one header in
-    memory. Raises CorruptCheckpointError if a file was changed after it was written, belongs to
-    another save than is listed, or does not fit the other files."""
+    """Read every byte of every file of `listing`, and check that the files hold each element of
+    each tensor exactly once. Holds one header in memory. Raises CorruptCheckpointError if a file
+    was changed after it was written, belongs to a save that is not the save of `listing`, or does
+    not fit the other files."""
     covers: dict[str, Cover] = {}
     for parts in _read_headers(directory, listing):
         for part in parts:

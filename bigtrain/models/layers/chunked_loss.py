@@ -102,7 +102,7 @@ class ChunkedLoss:
         self._per_token = False
         self._top: TopTokens | None = None
         self._teacher: Teacher | None = None
-        self._weights: torch.Tensor | None = None
+        self._token_weights: torch.Tensor | None = None
         self._base_outputs: Any = None
         self._loss: torch.Tensor | None = None
         shadow(model, "forward", self.forward)
@@ -141,7 +141,7 @@ class ChunkedLoss:
             return self._plain_forward(*args, **inputs)
         self._inputs, self._labels, self._factor = inputs, targets, factor
         self._per_token, self._top = per_token, top
-        self._teacher, self._weights = teacher, weights
+        self._teacher, self._token_weights = teacher, weights
         try:
             # Instead of logits, the head computes the loss of all hidden states.
             with self._standing_in(self._run_base, self._run_head):
@@ -164,7 +164,7 @@ class ChunkedLoss:
             )
         finally:
             self._inputs, self._labels, self._factor = {}, None, None
-            self._teacher = self._weights = None
+            self._teacher = self._token_weights = None
             self._base_outputs = self._loss = None
 
     def _run_base(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -200,12 +200,12 @@ class ChunkedLoss:
     def _compute(
         self,
         hidden: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        head_weights: Sequence[torch.Tensor],
         gradients: list[torch.Tensor | None] | None,
         mantissa: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the summed loss of `hidden` [B, T, H]; appends the gradients of `hidden` and of
-        `weights`, times `mantissa`, to `gradients`."""
+        `head_weights`, times `mantissa`, to `gradients`."""
         assert self._labels is not None
         # Only tokens with a label.
         rows = hidden.detach().flatten(0, -2)
@@ -214,7 +214,7 @@ class ChunkedLoss:
         if teacher is not None:
             values, ids = (tensor.flatten(0, -2) for tensor in teacher)
             teacher = (values, ids) if index is None else (values[index], ids[index])
-        token_weights = None if self._weights is None else self._weights.flatten()
+        token_weights = None if self._token_weights is None else self._token_weights.flatten()
         if index is not None:
             rows = rows[index]
             token_weights = None if token_weights is None else token_weights[index]
@@ -232,7 +232,7 @@ class ChunkedLoss:
 
         # Loss and gradients of a chunk at a time.
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
-        sums = None if gradients is None else _ChunkGradients(self._head, rows, weights)
+        sums = None if gradients is None else _ChunkGradients(self._head, rows, head_weights)
         chunk_tokens = len(labels) if self._fused else self._chunk_tokens
         for start in range(0, len(labels), max(1, chunk_tokens)):
             part = slice(start, start + chunk_tokens)

@@ -96,7 +96,9 @@ def _padded(product: Product) -> Product:
         more_inner, more_outer = -inner % GROUPED_UNIT, -outer % GROUPED_UNIT
         if stacks.stride(-1) == 1:
             filled = F.pad(stacks, (0, more_outer, 0, more_inner))
-        else:  # a view of a parameter that is contiguous
+        else:
+            # `stacks` is a transposed view of a contiguous parameter. The parameter's layout is
+            # padded, so that the padded stacks are a transposed view, too.
             filled = F.pad(stacks.transpose(-2, -1), (0, more_inner, 0, more_outer))
             filled = filled.transpose(-2, -1)
         result = product(F.pad(rows, (0, more_inner)), filled, offs=offs)

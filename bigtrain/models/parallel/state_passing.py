@@ -51,7 +51,7 @@ class StatePassing:
         plan = SpanPlan(self._places(length), edges)
         outputs = _Outputs(call)
         if not plan.crosses:  # known to every rank: none exchanges
-            outputs.compute_separate(plan.pieces(self._exchange.rank))
+            outputs.compute_first_pieces(plan.pieces(self._exchange.rank))
             return outputs.joined()
         if call.function.kind == CONVOLUTION:
             return self._convolve(call, plan, outputs)
@@ -71,7 +71,7 @@ class StatePassing:
         tails = x.index_select(0, tokens.flatten()).unflatten(0, (call.shape[0], -1, tail))
         gathered, x = gather(self._exchange, tails, x)
         call.tensors[name] = x
-        outputs.compute_separate([piece for piece in pieces if not piece.depth])
+        outputs.compute_first_pieces([piece for piece in pieces if not piece.depth])
 
         # Pieces with equally many tokens before them are computed together.
         heads = [piece for piece in pieces if piece.depth]
@@ -108,7 +108,7 @@ class StatePassing:
             output, group_states = from_nothing(call, outputs.tensors_of(group))
             outputs.add(group, output)
             states |= {(p.row, p.span): (s, None) for p, s in zip(group, group_states, strict=True)}
-        outputs.compute_separate([p for p in pieces if not p.depth and not p.is_last])
+        outputs.compute_first_pieces([p for p in pieces if not p.depth and not p.is_last])
 
         # State and factor of every span, which is 0 where a document begins in it.
         state = next(iter(states.values()))[0]
@@ -176,23 +176,21 @@ class _Outputs:
         self._tokens.append(self.tokens_of(pieces).flatten())
         self._outputs.append(output.flatten(0, 1))
 
-    def compute_separate(self, pieces: Sequence[SpanPiece]) -> None:
-        """Compute pieces that no other piece depends on, from nothing."""
+    def compute_first_pieces(self, pieces: Sequence[SpanPiece]) -> None:
+        """Add the outputs of pieces that begin a document, before which there is no state. The
+        states after the pieces are not kept."""
         starts, lengths = [p.start for p in pieces], [p.length for p in pieces]
         for batch in batches_of(starts, lengths):
-            # Made on the host: a device would have to count the tokens first.
-            tokens = batch.tokens().to(self._device, non_blocking=True)
-            output = self._call.output(self._take(tokens)).flatten(0, 1)
-            spans = list(zip(batch.starts, batch.lengths, strict=True))
-            numbers = torch.cat([torch.arange(start, start + length) for start, length in spans])
-            filled = torch.cat(
-                [
-                    torch.arange(row * batch.width, row * batch.width + length)
-                    for row, (_, length) in enumerate(spans)
-                ]
-            ).to(self._device, non_blocking=True)
-            self._tokens.append(numbers.to(self._device, non_blocking=True))
-            self._outputs.append(output.index_select(0, filled))
+            padded_tokens = batch.tokens()
+            arguments = self._take(padded_tokens.to(self._device, non_blocking=True))
+            padded_output = self._call.output(arguments).flatten(0, 1)
+            # The padding is found on the host: on a device, the host would have to wait until the
+            # tokens are counted.
+            is_token = batch.is_token()
+            tokens = padded_tokens[is_token].to(self._device, non_blocking=True)
+            rows = is_token.flatten().nonzero().flatten().to(self._device, non_blocking=True)
+            self._tokens.append(tokens)
+            self._outputs.append(padded_output.index_select(0, rows))
 
     def joined(self) -> torch.Tensor:
         """Return the outputs in the order of the tokens: [B * t, ...]."""

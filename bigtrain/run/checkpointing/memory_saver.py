@@ -110,7 +110,7 @@ class MemorySaver:
                 + ("there is one host" if len(set(context.hosts)) == 1 else
                    "hosts have different numbers of ranks")
             )  # fmt: skip
-        self._clear(self._newest)
+        self._remove_checkpoints(except_step=self._newest)
 
     def is_due(self, state: TrainState) -> bool:
         """Return whether `state` is to be saved."""
@@ -170,7 +170,7 @@ class MemorySaver:
             f"{text}; from here on only the disk is used" if self._is_off else text
         )
         if self._is_off:
-            self._clear(None)
+            self._remove_checkpoints()
 
     def metrics(self) -> dict[str, float] | None:
         """Return seconds that training was blocked, saves and skipped saves since the last call;
@@ -197,7 +197,7 @@ class MemorySaver:
             self._context.log.info(
                 "a checkpoint in memory is still being written; from here on only the disk is used"
             )
-        self._clear(None)
+        self._remove_checkpoints()
 
     def finish(self) -> None:
         """Remove the directory on every host, once the run's last checkpoint is on disk. A save in
@@ -215,10 +215,10 @@ class MemorySaver:
             self._pending.end(_LAST_WAIT_SECONDS)
         self._files.close()
 
-    def _clear(self, step: int | None) -> None:
+    def _remove_checkpoints(self, *, except_step: int | None = None) -> None:
         if self._files.is_keeper:
             with suppress(OSError):
-                self._files.directory.keep_only(step)
+                self._files.directory.keep_only(except_step)
 
     def _write(self, write: _MemoryWrite) -> None:
         directory, group = self._files.directory, self._group

@@ -95,14 +95,15 @@ class WorkMeter:
 
 
 def _products(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield innermost modules with a matrix; not embeddings, nor experts that ranks divide, inside
-    which all wait for the rank with the busiest ones."""
+    """Yield the innermost modules that have a matrix, except embeddings and divided experts. When
+    experts are divided among ranks, every rank waits inside them for the rank with the busiest
+    experts, so the time spent there says little about this rank."""
     for child in module.modules():
         if isinstance(child, nn.Embedding) or any(True for _ in child.children()):
             continue
         if exchange_of(child) is not None:
             continue
-        # ZeRO-3 leaves empty tensors, which have another shape.
+        # ZeRO-3 leaves empty tensors: the shape before its partition says what is a matrix.
         if any(len(local_shape(p)) > 1 for p in child.parameters(recurse=False)):
             yield child
 

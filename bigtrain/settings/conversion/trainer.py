@@ -214,21 +214,23 @@ def _set_objective(draft: Draft, task: str) -> None:
     """Set adapters and the objective of a trainer of TRL."""
     if draft.value("use_peft") or draft.value("load_in_4bit") or draft.value("load_in_8bit"):
         targets = draft.value("lora_target_modules")
-        if targets is None and not draft.value("lora_target_parameters"):
+        parameters = draft.value("lora_target_parameters")
+        if targets is None and not parameters:
             rule = "is missing, and peft then chooses layers by a table of architectures"
             fix = "lora_target_modules: all-linear, or names of modules, in the file"
             draft.refuse("lora_target_modules", rule, fix)
+        # A file that names parameters, but no modules, has adapters on those parameters only.
+        default_targets: object = [] if parameters else "all-linear"
         set_adapters(
             draft,
             rank=draft.number("lora_r", 16),
             alpha=draft.number("lora_alpha", 32),
-            targets=targets or "all-linear",
+            targets=targets or default_targets,
             dropout=draft.number("lora_dropout", 0.05),
         )
-        if draft.value("lora_target_parameters"):
-            draft.set("adapters.target_parameters", draft.value("lora_target_parameters"))
-            draft.set("adapters.targets", targets or [])
-    # The loss, which the trainer names, or an argument of DPO.
+        if parameters:
+            draft.set("adapters.target_parameters", parameters)
+    # Each trainer has one loss, except the trainer of DPO, whose loss the key loss_type names.
     method = METHODS[task]
     loss = draft.value("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
@@ -237,8 +239,8 @@ def _set_objective(draft: Draft, task: str) -> None:
         if loss not in DPO_LOSSES:
             choices = ", ".join(DPO_LOSSES)
             draft.refuse("loss_type", f"is not a loss of DPO that bigtrain has: {choices}")
-    weights = ("desirable_weight", "undesirable_weight")
-    set_objective(draft, method, draft.number("beta", 0.1), weights)
+    weight_keys = ("desirable_weight", "undesirable_weight")
+    set_objective(draft, method, draft.number("beta", 0.1), weight_keys)
 
 
 def set_adapters(
