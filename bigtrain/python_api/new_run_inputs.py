@@ -118,9 +118,10 @@ def inspect_data(
     Refused are missing and empty data, files of settings, and rows without text. An address is not
     read; the Hub is asked for a dataset of a name that is no path here.
     """
-    from bigtrain.data.documents.chat_formats import remedy_for
+    from bigtrain.data.documents.chat_formats import remedy_for, suggestion_for
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import DocumentReader, keys_in
+    from bigtrain.data.documents.other_names import Suggestion
     from bigtrain.data.documents.reader import RejectedDocuments
     from bigtrain.python_api.tokenizing import detected_format, read_options
 
@@ -156,14 +157,16 @@ def inspect_data(
     if row_format != "text" or not keys or keys & set(reading.text_keys):
         return row_format, [], ""
     key_names = ", ".join(sorted(keys)[:_SHOWN_KEYS])
-    rule, options = f"its first row has the keys {key_names}, and no text", ""
+    rule, suggestion = f"its first row has the keys {key_names}, and no text", None
     if not is_text:
         rule += ", conversation or pair"
-        options = remedy_for(first_row).removeprefix(" -> ")
-    options = options or "--text-key KEY"
-    if not options.startswith("--"):
-        return None, [Problem("--data", data, rule, options)], ""
+        suggestion = suggestion_for(first_row)
+        if suggestion is None and (remedy := remedy_for(first_row)):
+            return None, [Problem("--data", data, rule, remedy.removeprefix(" -> "))], ""
+    options, unread = suggestion or Suggestion("--text-key KEY")
     remedy = _tokenize_remedy(data, tokenizer, options)
+    if unread:
+        remedy += f" (not read: {', '.join(unread)})"
     return None, [Problem("--data", data, rule, remedy)], ""
 
 

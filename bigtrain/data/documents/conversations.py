@@ -14,8 +14,13 @@ OTHER_LEARNING = {
     "train_detail": "a message has loss or not as a unit -> train",
     "training": "it is read under Axolotl's other name only -> train",
     "loss_scale": "ms-swift's factor of the loss is not read -> weight",
+    **dict.fromkeys(
+        ("mask", "masked", "loss_mask", "trainable", "train_on_turn"),
+        "whether it has loss is not read under this name -> train: true or false, instead of it",
+    ),
 }
-"""Keys of a message that change its loss in other tools and are refused, and why."""
+"""Keys of a message that change its loss, in other tools or by their names, and are refused, and
+why."""
 RESULTS = ("tool", "function", "ipython", "observation", "environment")
 """Roles of tool responses, whose content may be any JSON, or empty."""
 WORDLESS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -43,6 +48,8 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
             keys = ", ".join(sorted(map(str, message))) or "none"
             near = {"from", "value"} <= message.keys()
             fix = " -> --format sharegpt (--key conversations=KEY for another key)" if near else ""
+            if not near and "role" not in message:
+                fix = " -> name its keys: --key role=KEY --key content=KEY"
             raise ConversationError(
                 f"message {number} has no role that is text; keys here: {keys}{fix}"
             )
@@ -58,11 +65,11 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
         raise ConversationError("its tools are not a list of objects, nor JSON of one")
 
     # As in transformers, a key with value None counts as absent.
-    cleaned = [{key: value for key, value in m.items() if value is not None} for m in messages]
-    cleaned = [
-        _with_text(number, _with_parsed_calls(number, message))
-        for number, message in enumerate(cleaned, 1)
-    ]
+    cleaned = []
+    for number, message in enumerate(messages, 1):
+        given = {key: value for key, value in message.items() if value is not None}
+        is_null = "content" in message and message["content"] is None
+        cleaned.append(_with_text(number, _with_parsed_calls(number, given), is_null=is_null))
     # Answers before the last one get a weight of 0, which every reader of the document knows.
     if last_only:
         answers = [number for number, message in enumerate(cleaned) if is_learned(message)]
@@ -143,9 +150,10 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
         )
 
 
-def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
+def _with_text(number: int, message: dict[str, Any], *, is_null: bool) -> dict[str, Any]:
     """Return `message` with its text parts joined: most templates print a list of parts as a Python
-    list. Raise ConversationError for missing or non-text content."""
+    list. is_null: its content in the row is null. Raise ConversationError for missing or non-text
+    content."""
     content, is_result = message.get("content"), message["role"] in RESULTS
     if isinstance(content, list) and (
         not is_result
@@ -159,12 +167,14 @@ def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
             f"message {number} has content that is neither text nor a list of parts of text but "
             f"{type(content).__name__}"
         )
-    if not any(message.get(key) for key in WORDLESS):
-        keys = ", ".join(sorted(map(str, message)))
-        raise ConversationError(
-            f"message {number} has no content; keys here: {keys} -> name its key: --key content=KEY"
-        )
-    return message
+    if any(message.get(key) for key in WORDLESS):
+        return message
+    if is_null:
+        raise ConversationError(f"message {number} has the content null -> a text, or remove it")
+    keys = ", ".join(sorted(map(str, message)))
+    raise ConversationError(
+        f"message {number} has no content; keys here: {keys} -> name its key: --key content=KEY"
+    )
 
 
 def _part_text(number: int, part: object) -> str:

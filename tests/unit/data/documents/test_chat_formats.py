@@ -197,7 +197,7 @@ def test_prompts_and_completions() -> None:
         ("prompt-completion", {"prompt": "a", "completion": []}, "not both text or messages"),
         ("messages", {"messages": MESSAGES, "tools": "{"}, "its tools are text that is not JSON"),
         ("messages", {"messages": MESSAGES, "tools": 7}, "its tools are not a list of objects"),
-        ("messages", {"text": "x"}, "no key 'messages'; keys here: text$"),
+        ("messages", {"text": "x"}, "no key 'messages'; keys here: text -> --format text$"),
     ],
 )
 def test_wrong_shapes_name_the_nearest_format(name: str, row: Any, words: str) -> None:
@@ -445,6 +445,29 @@ PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
             {"chosen_response": PAIR, "rejected_response": [*PAIR[:1], PAIR[1] | {"content": "b"}]},
             "preference --key chosen=chosen_response --key rejected=rejected_response",
         ),
+        # Text under the key of a conversation is none, and JSON text of one is.
+        ({"chat": "USER: a ASSISTANT: b", "system": "s"}, ""),
+        ({"chat": json.dumps(PAIR)}, "sharegpt --key conversations=chat"),
+        ({"data": PAIR}, "sharegpt --key conversations=data"),
+        (
+            {
+                "input": {"messages": PAIR[:1], "tools": []},
+                "preferred_output": PAIR[1:],
+                "non_preferred_output": [PAIR[1] | {"content": "b"}],
+            },
+            "preference --key chosen=preferred_output --key rejected=non_preferred_output "
+            "--key prompt=input.messages --key tools=input.tools",
+        ),
+        (
+            {"Instruction": "q", "Input": "i", "Output": "a"},
+            "alpaca --key instruction=Instruction --key output=Output --key input=Input",
+        ),
+        ({"input": "q", "output": "a"}, "alpaca --key instruction=input"),
+        ({"inputs": "q", "targets": "a"}, "alpaca --key instruction=inputs --key output=targets"),
+        (
+            {"problem": "q", "solution": "a"},
+            "alpaca --key instruction=problem --key output=solution",
+        ),
     ],
 )
 def test_suggested_options_read_the_row_that_they_are_suggested_for(
@@ -463,6 +486,62 @@ def test_suggested_options_read_the_row_that_they_are_suggested_for(
     for text in row.values():
         if isinstance(text, str) and len(text) == 1:
             assert text in re.findall(r"\b[a-z]\b", content.decode().replace("\\n", " "))
+
+
+@pytest.mark.parametrize(
+    ("more", "unread"),
+    [
+        ({"reasoning": "r"}, "reasoning"),
+        ({"solution": "s", "Explanation": "e"}, "solution, Explanation"),
+        ({"hint": "two words"}, "hint"),
+        ({"reasoning": None, "cot": "", "level": "hard", "steps": ["a b"]}, ""),
+    ],
+)
+def test_a_suggestion_names_the_texts_that_its_options_do_not_read(
+    more: dict[str, Any], unread: str
+) -> None:
+    remedy = remedy_for({"question": "q", "answer": "a", **more})
+    options = " -> --format alpaca --key instruction=question --key output=answer"
+    assert remedy == options + (f" (not read: {unread})" if unread else "")
+
+
+def test_a_list_that_is_not_of_rows_is_not_taken_out() -> None:
+    assert remedy_for({"id": "0", "data": ["q", "a"]}) == ""
+    _, why = document_in({"id": "0", "data": ["q", "a"]}, ("text",), None)
+    assert why.endswith(
+        "name its key: --text-key KEY; or a format and its keys: --format FORMAT --key NAME=KEY"
+    )
+    chat = Conversations(FORMATS["kto"], FORMATS["kto"].keys)
+    assert document_in({"id": 1}, ("prompt",), chat)[1].endswith("name its key: --key prompt=KEY")
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "why"),
+    [
+        ("messages", [{"role": "assistant", "content": None}], "message 1 has the content null"),
+        ("sharegpt", [{"from": "gpt", "value": None}], "message 1 has the content null"),
+        ("messages", [{"role": "assistant"}], "name its key: --key content=KEY"),
+        (
+            "messages",
+            [{"author": "user", "text": "a"}],
+            "keys here: author, text -> name its keys: --key role=KEY --key content=KEY",
+        ),
+        *(
+            (
+                "messages",
+                [{"role": "assistant", "content": "a", name: 0}],
+                f"message 1 has {name}: whether",
+            )
+            for name in ("mask", "masked", "loss_mask", "trainable", "train_on_turn")
+        ),
+    ],
+)
+def test_a_message_that_cannot_be_read_has_a_remedy(
+    name: str, messages: list[dict[str, Any]], why: str
+) -> None:
+    with pytest.raises(ConversationError) as caught:
+        document(name, {FORMATS[name].keys[0]: messages})
+    assert why in str(caught.value)
 
 
 def test_rows_within_a_list_have_a_command_that_takes_them_out() -> None:
