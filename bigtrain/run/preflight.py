@@ -146,6 +146,10 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         from bigtrain.run.frozen_rows import check_frozen_rows
 
         problems, notes = check_frozen_rows(config, hf_config, datasets)
+    elif starts and not (problems or config.adapters or config.model.frozen):
+        from bigtrain.run.frozen_rows import padding_notes
+
+        notes = padding_notes(hf_config, datasets)
     if not problems and config.objective.teacher_model is not None:
         teacher, problems = _inspect_teacher(run, datasets)
     if model_plan is None or ids is None or problems:
