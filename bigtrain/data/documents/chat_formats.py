@@ -231,11 +231,16 @@ def nearest(keys: Collection[str]) -> ChatFormat | None:
 
 
 def also_preferences(keys: Collection[str]) -> list[str]:
-    """Return the formats of a row with these keys if it is a preference pair and a conversation at
-    once: which one is meant is the user's choice. Empty otherwise."""
-    names = [entry.name for entry in _detected(keys)]
-    names = [name for name in names if name != "tokens"]
-    return names if PAIRS.name in names and len(names) > 1 else []
+    """Return the options for each format of a row with these keys if it is a preference pair and a
+    conversation at once: which one is meant is the user's choice. Empty otherwise."""
+    formats = [entry for entry in _detected(keys) if entry.name != "tokens"]
+    options = {entry.name: f"--format {entry.name}" for entry in formats}
+    if PAIRS.name not in options or len(options) == 1:
+        return []
+    if "prompt" not in keys:  # as in LLaMA-Factory
+        conversation = next(entry for entry in formats if entry.name != PAIRS.name)
+        options[PAIRS.name] += f" --key prompt={conversation.keys[0]}"
+    return [*options.values()]
 
 
 def suggestion_for(row: Collection[str]) -> Suggestion | None:

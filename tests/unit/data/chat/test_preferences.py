@@ -382,6 +382,7 @@ def test_a_pair_that_is_also_a_conversation_is_not_guessed(
     words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "out"]
     assert run(*words) == 2
     said = capsys.readouterr().err
-    assert "the keys of --format messages and of preference -> name the one" in said
+    rule = "the first row has the keys of several formats -> the one that is meant: "
+    assert f"{rule}--format messages, or --format preference\n" in said
     assert run(*words, "--format", "preference") == 0
     assert read_manifest(tmp_path / "out").num_documents("train") == 2
