@@ -161,6 +161,11 @@ def parts_that_are_no_text(messages: Messages) -> list[tuple[str, ChatPart]]:
     ]
 
 
+def part_of_content(number: int) -> ChatPart:
+    """Return the part that is the content of message `number`."""
+    return ChatPart(CONTENT, number, f"the content of message {number}")
+
+
 def _part_of_key(number: int, key: str) -> ChatPart:
     """Return the part of `key` of message `number`, which is not checked separately."""
     part_kind = TOOLS if key in _TOOL_KEYS else f"{IGNORED}.{key}"
@@ -189,7 +194,7 @@ def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> d
             part = ChatPart(REASONING, number, f"the {key} of message {number}")
             marked[key] = marking.tree(part, message[key])
     content = message.get("content")
-    part = ChatPart(CONTENT, number, f"the content of message {number}")
+    part = part_of_content(number)
     if isinstance(content, str):
         marked["content"] = marking.text(part, content, message["role"] == "assistant")
     elif content is not None:

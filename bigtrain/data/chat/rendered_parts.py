@@ -35,6 +35,7 @@ from bigtrain.data.chat.marked_strings import (
     Piece,
     marked_conversation,
     marks_of,
+    part_of_content,
     parts_that_are_no_text,
 )
 from bigtrain.data.documents.conversations import RESULTS
@@ -94,6 +95,8 @@ def find_parts(
     dropped = list(dict.fromkeys(piece.part for piece, ranges in located if not ranges))
     dropped = [part for part in dropped if not _is_written_otherwise(part, messages, dropped)]
     dropped += _unread_parts(template, messages, tools, text)
+    lost_contents = _unwritten_contents(template, messages, tools, text)
+    dropped += [part for part in lost_contents if part not in dropped]
     for part in dropped:
         if part.part_kind == CONTENT and part.message is not None:
             message = messages[part.message - 1]
@@ -135,6 +138,32 @@ def _unread_parts(
     if keys and not are_unread(keys):
         unread = [key for key in keys if are_unread([key])]
     return [part for key, part in listed if key in unread]
+
+
+def _unwritten_contents(
+    template: ChatTemplate, messages: Messages, tools: Tools, text: str
+) -> list[ChatPart]:
+    """Return the contents that are no text, such as the object that a tool returns, and in whose
+    place another content gives the same rendering `text`."""
+    unwritten = []
+    for number, message in enumerate(messages, 1):
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        other_content: Any = 0 if content else 1
+        if isinstance(content, dict):
+            other_content = {**content, _OTHER_KEY: 0}
+        elif isinstance(content, list):
+            other_content = [*content, 0]
+        changed = [*messages]
+        changed[number - 1] = {**message, "content": other_content}
+        if _rendered(template, changed, tools) == text:
+            unwritten.append(part_of_content(number))
+    return unwritten
+
+
+_OTHER_KEY = "\U0010fffb"
+"""Key of a content that no row has."""
 
 
 def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:

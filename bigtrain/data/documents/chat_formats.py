@@ -48,8 +48,10 @@ TOOLS_KEY = "tools"
 def _messages(values: Values, roles: Roles) -> Chat:
     row_messages, tools, system, functions = values
     messages = with_roles(row_messages, roles, may_be_turns=False)
-    if functions and not tools:  # OpenAI's former tools
-        listed = from_text(functions)
+    listed, listed_tools = from_text(functions), from_text(tools)
+    if listed and listed_tools:
+        raise ConversationError("it has tools and functions -> one of both: --ignore-key functions")
+    if listed:  # OpenAI's former tools
         if not isinstance(listed, list):
             raise ConversationError(f"its functions are not a list but {type(listed).__name__}")
         tools = [{"type": "function", "function": function} for function in listed]

@@ -155,11 +155,9 @@ def _with_text(number: int, message: dict[str, Any], *, is_null: bool) -> dict[s
     list. is_null: its content in the row is null. Raise ConversationError for missing or non-text
     content."""
     content, is_result = message.get("content"), message["role"] in RESULTS
-    if isinstance(content, list) and (
-        not is_result
-        or all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
-    ):
-        return {**message, "content": "".join(_part_text(number, part) for part in content)}
+    if isinstance(content, list) and not (is_result and not _are_parts(content)):
+        text = "".join(_part_text(number, part) for part in content)
+        return {**message, **_other_keys_of_parts(content), "content": text}
     if is_result or isinstance(content, str):
         return message
     if content is not None:
@@ -175,6 +173,23 @@ def _with_text(number: int, message: dict[str, Any], *, is_null: bool) -> dict[s
     raise ConversationError(
         f"message {number} has no content; keys here: {keys} -> name its key: --key content=KEY"
     )
+
+
+def _are_parts(content: list[Any]) -> bool:
+    """Return whether the result of a tool is a list of parts; an empty list is a result itself."""
+    types = [isinstance(part, dict) and isinstance(part.get("type"), str) for part in content]
+    return bool(types) and all(types)
+
+
+def _other_keys_of_parts(content: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values that parts of text have under other keys (``citations``), by names that no
+    template reads, so that they are counted among the keys of messages."""
+    return {
+        f"content.{key}": value
+        for part in content
+        for key, value in part.items()
+        if key not in ("type", "text") and value is not None
+    }
 
 
 def _part_text(number: int, part: object) -> str:
@@ -199,7 +214,12 @@ def _with_parsed_calls(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return `message` with the arguments of tool calls as objects, as templates expect; OpenAI
     stores arguments as JSON text. OpenAI's former single `function_call` becomes a tool call."""
     calls = from_text(message.get("tool_calls"))
-    if not calls and "function_call" in message:
+    if "function_call" in message:
+        if calls:
+            raise ConversationError(
+                f"message {number} has tool_calls and function_call -> one of both, or null under "
+                "the other key"
+            )
         call = from_text(message["function_call"])
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ConversationError(f"the function_call of message {number} has no function name")

@@ -343,6 +343,23 @@ def test_keys_of_a_message_whose_values_are_no_text_are_counted_by_key(is_read: 
     assert chats.unrendered == (expected if is_read else {**expected, "message_keys.turn": 2})
 
 
+RESULT_CONTENTS: list[Any] = [{"success": True}, {"value": 317}, {}, [317], [], 317, 0, False]
+
+
+@pytest.mark.parametrize("content", RESULT_CONTENTS, ids=json.dumps)
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5"])
+def test_a_result_without_text_is_written_or_refused(name: str, content: Any) -> None:
+    """Qwen 3 writes no result that is not text, Qwen 2.5 all. The number is in the call, too."""
+    source = (TEMPLATES / f"{name}.jinja").read_text()
+    call = calling("", {"qtown": "Vzix", "qdays": 317, "qnights": 0})
+    document = conversation_bytes([ASKED, call, result(content), ANSWERED], TOOLS)
+    chats = encoder_of(source, True).encode([document])
+    is_lost = name == "qwen3"
+    assert chats.unrendered == {"message_keys.name": 1, **({"content": 1} if is_lost else {})}
+    problems = encoder_of(source).encode([document]).problems
+    assert ("does not write the content of message 3" in str(problems)) == is_lost
+
+
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
 def test_tools_in_a_message_that_the_template_ignores_are_refused(tools: Any) -> None:
     messages = [said("system", "Bleed kindly.", tools=tools), ASKED, ANSWERED]

@@ -558,3 +558,40 @@ def test_the_context_of_a_question_is_not_left_out() -> None:
     with pytest.raises(ConversationError, match="context would not be read -> --key input=context"):
         document("alpaca", row)
     assert document("alpaca", row, ignored=("context",))["messages"][0]["content"] == "q"
+
+
+def test_two_kinds_of_tools_or_calls_are_refused() -> None:
+    """One of both would be lost otherwise. An empty list is none."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    row = {"messages": PAIR, "tools": [tool], "functions": [{"name": "g"}]}
+    with pytest.raises(ConversationError, match=r"tools and functions -> .*--ignore-key functions"):
+        document("messages", row)
+    for empty in ([], "[]", None, ""):
+        for key, name in (("tools", "g"), ("functions", "f")):
+            assert f'"name":"{name}"' in json.dumps(
+                document("messages", {**row, key: empty}), separators=(",", ":")
+            )
+    known = FORMATS["messages"]
+    content, why = document_in(
+        row, ("messages",), Conversations(known, known.keys, ignored=("functions",))
+    )
+    assert content is not None, why
+    call = {"name": "f", "arguments": "{}"}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+    with pytest.raises(ConversationError, match="message 1 has tool_calls and function_call"):
+        conversation_bytes([{**answer, "function_call": call}])
+    conversation_bytes([{**answer, "function_call": None}])
+    conversation_bytes([{**answer, "tool_calls": [], "function_call": call}])
+
+
+def test_other_keys_of_parts_are_kept_for_the_count_of_unread_keys() -> None:
+    parts = [
+        {"type": "text", "text": "a", "image_url": None},
+        {"type": "text", "text": "b", "citations": [1], "cache": {"x": 1}},
+    ]
+    for role in ("user", "tool"):
+        (message,) = json.loads(conversation_bytes([{"role": role, "content": parts}]))["messages"]
+        expected = {"content.citations": [1], "content.cache": {"x": 1}}
+        assert message == {"role": role, "content": "ab", **expected}
+    (message,) = json.loads(conversation_bytes([{"role": "tool", "content": []}]))["messages"]
+    assert message["content"] == []

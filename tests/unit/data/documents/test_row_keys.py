@@ -386,7 +386,10 @@ def test_ambiguous_pairs_name_one_remedy_that_works(
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     words = ["tokenize", "--input", tmp_path / "rows.jsonl", "--tokenizer", tokenizer]
     assert run(*words, "--output", tmp_path / "out") == 2
-    assert "preference --key prompt=conversations -> name the one" in capsys.readouterr().err
+    assert (
+        "--format sharegpt, or --format preference --key prompt=conversations\n"
+        in capsys.readouterr().err
+    )
     remedy = ["--format", "preference", "--key", "prompt=conversations"]
     assert run(*words, "--output", tmp_path / "out", *remedy) == 0
     assert run(*words, "--output", tmp_path / "no", "--ignore-key", "conversations") == 2
