@@ -32,14 +32,17 @@ _CACHE = "frozen_rows"
 
 
 def check_frozen_rows(
-    config: RunConfig, hf_config: Any, datasets: Sequence[TokenDataset]
+    config: RunConfig, hf_config: Any, datasets: Sequence[TokenDataset], *, grows: bool
 ) -> tuple[list[Problem], list[str]]:
     """Check an embedding and a head that the run does not train, as under adapters: a token that
     `datasets` teach must not have an untrained row there. Returns problems, and notes on the
-    padding token, whose row is zeros by design. Checks only a base in a local directory, whose
-    embedding and head are read. Raises ModelError where `find_weights` does."""
+    padding token, whose row is zeros by design, or is not trained. Checks only a base in a local
+    directory, whose embedding and head are read. grows: the run adds rows to its vocabulary.
+    Raises ModelError where `find_weights` does."""
     path = config.model.path
-    if path is None or not Path(path).is_dir():
+    if not (config.adapters or config.model.frozen):
+        return [], _padding_notes(hf_config, datasets)
+    if grows or path is None or not Path(path).is_dir():
         return [], []
     model = empty_model(hf_config)
     frozen_tables = _frozen_tables(config, model)
@@ -86,7 +89,7 @@ def check_frozen_rows(
     return problems, notes
 
 
-def padding_notes(hf_config: Any, datasets: Sequence[TokenDataset]) -> list[str]:
+def _padding_notes(hf_config: Any, datasets: Sequence[TokenDataset]) -> list[str]:
     """Return a note if texts of `datasets` begin or end with the padding token of a model whose
     embedding gives the row of that token no gradient (``padding_idx`` of torch)."""
     padding_id = getattr(text_config(hf_config), "pad_token_id", None)
