@@ -43,6 +43,22 @@ class KeyCounts:
         self.shapes.clear()
 
 
+def names_in(tree: Mapping[str, object], read_keys: Sequence[str], above: str = "") -> list[str]:
+    """Return the names of the keys of a row, or of the objects of names in a schema: of an object
+    of which only paths below are read (``meta.text``), the paths of all of its keys."""
+    if not any("." in path for path in read_keys):
+        return [*tree]
+    names: list[str] = []
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        is_opened = any(path.startswith(f"{name}.") for path in read_keys)
+        if is_opened and isinstance(value, Mapping) and name not in read_keys:
+            names += names_in(value, read_keys, f"{name}.")
+        else:
+            names.append(name)
+    return names
+
+
 @dataclass(frozen=True)
 class KeyRules:
     """Rules for the keys of rows of `format`. read_keys: keys, or paths, in the order of the

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from pyarrow import Table, parquet
 
@@ -417,3 +418,26 @@ def test_a_path_below_a_refused_key_is_read() -> None:
 def test_a_key_that_may_be_refused_is_no_hint_to_itself() -> None:
     assert KeyRules("text", ("text",)).meaning("role") == ""
     assert KeyRules("text", ("text",)).meaning("Weight") == "weight?"
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_keys_of_an_object_of_which_a_path_is_read_are_named(form: str, tmp_path: Path) -> None:
+    """Each by its path, as are keys of other objects below; the rest of the row as before."""
+    meta = {"text": "a b", "title": "t", "more": {"page": 1, "next": "x"}}
+    rows = [{"meta": meta, "url": {"host": "h"}, "id": 7}] * 3
+    source = tmp_path / f"rows.{form}"
+    if form == "jsonl":
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif form == "parquet":
+        parquet.write_table(Table.from_pylist(rows), source)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(source)
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", QWEN3)
+    words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--workers", "1"]
+    for keys, unread in (
+        ("meta.text", {"meta.title": 3, "meta.more": 3, "url": 3, "id": 3}),
+        ("meta.text,meta.more.next", {"meta.title": 3, "meta.more.page": 3, "url": 3, "id": 3}),
+    ):
+        out = tmp_path / keys
+        assert run(*words, "--text-key", keys, "--output", out) == 0
+        assert read_manifest(out).unread_keys == unread
