@@ -110,8 +110,24 @@ def model_text_ids(
         if value != before:
             changes.append(f"{name} = {json.dumps(value)} instead of {json.dumps(before)}")
     note = f"model: {', '.join(changes)}: the ids with which texts of {shards.source} begin and end"
+    notes = [note] if changes else []
+    if BEGIN not in (entry.name for entry in run_ids if entry.ids):
+        notes += _beginning_note(text_ids[BEGIN], shards)
     record = replace(record, stop_ids=tuple(text_ids[END]))
-    return ModelTextIds(changed, record, (note,) if changes else ())
+    return ModelTextIds(changed, record, tuple(notes))
+
+
+def _beginning_note(model_ids: Sequence[int], shards: ShardTextIds) -> list[str]:
+    """Return a note if the texts of `shards` begin with another token than `model_ids`, which a
+    base has for the beginning of texts."""
+    begins = shards.record.beginning_ids
+    if not begins or not model_ids or model_ids[0] in begins or not shards.are_written():
+        return []
+    return [
+        f"model: {BEGIN} = {model_ids[0]} stays as in model.path, but texts of {shards.source} "
+        f"begin with token {', '.join(map(str, begins))}; `bigtrain generate` begins texts so, too "
+        f"-> for other readers: model.overrides={{{BEGIN}: {begins[0]}}}"
+    ]
 
 
 def _contradictions(

@@ -470,6 +470,8 @@ def _next_commands(
     quoted = shlex.quote(str(output))
     if not new_run.is_tokenized:
         names = f"--input {shlex.quote(new_run.data)} --tokenizer {shlex.quote(new_run.tokenizer)}"
+        if new_run.rows is not None:  # rows may be conversations, too
+            names += f" --format {new_run.rows}"
         yield f"bigtrain tokenize {names} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
     yield f"bigtrain check --config {quoted} --world-size {num_ranks}"
     yield train_line(["--config", str(output)], num_ranks, ranks_per_node)

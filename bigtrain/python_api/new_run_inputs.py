@@ -6,6 +6,7 @@ import difflib
 import glob
 import json
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def inspect_data(
     Refused are missing and empty data, files of settings, and rows without text. An address is not
     read; the Hub is asked for a dataset of a name that is no path here.
     """
-    from bigtrain.data.documents.chat_formats import remedy_for
+    from bigtrain.data.documents.chat_formats import also_preferences
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import DocumentReader, keys_in
     from bigtrain.data.documents.reader import RejectedDocuments
@@ -148,6 +149,11 @@ def inspect_data(
             row_format = "text"
         elif has_pairs and {"chosen", "rejected"} <= keys:
             row_format = PAIRS.name
+        elif choices := also_preferences(keys):
+            remedy = _tokenize_remedy(data, tokenizer, choices[0])
+            remedy = "; or instead ".join((remedy, *choices[1:]))
+            rule = "its first row has the keys of several formats"
+            return None, [Problem("--data", data, rule, remedy)], ""
         else:
             row_format = detected_format(reading, lambda text: None)
     except DataError as error:
@@ -155,16 +161,29 @@ def inspect_data(
         return None, [Problem("--data", data, rule, remedy)], ""
     if row_format != "text" or not keys or keys & set(reading.text_keys):
         return row_format, [], ""
-    key_names = ", ".join(sorted(keys)[:_SHOWN_KEYS])
-    rule, options = f"its first row has the keys {key_names}, and no text", ""
+    return None, [_problem_of_unknown_rows(data, tokenizer, first_row, is_text=is_text)], ""
+
+
+def _problem_of_unknown_rows(
+    data: str, tokenizer: str, first_row: Collection[str], *, is_text: bool
+) -> Problem:
+    """Return the problem of `data` whose `first_row` has no text, with the command that reads it.
+    is_text: the user has said that the rows are texts."""
+    from bigtrain.data.documents.chat_formats import remedy_for, suggestion_for
+    from bigtrain.data.documents.other_names import Suggestion
+
+    key_names = ", ".join(sorted(first_row)[:_SHOWN_KEYS])
+    rule, suggestion = f"its first row has the keys {key_names}, and no text", None
     if not is_text:
         rule += ", conversation or pair"
-        options = remedy_for(first_row).removeprefix(" -> ")
-    options = options or "--text-key KEY"
-    if not options.startswith("--"):
-        return None, [Problem("--data", data, rule, options)], ""
+        suggestion = suggestion_for(first_row)
+        if suggestion is None and (remedy := remedy_for(first_row)):
+            return Problem("--data", data, rule, remedy.removeprefix(" -> "))
+    options, unread = suggestion or Suggestion("--text-key KEY")
     remedy = _tokenize_remedy(data, tokenizer, options)
-    return None, [Problem("--data", data, rule, remedy)], ""
+    if unread:
+        remedy += f" (not read: {', '.join(unread)})"
+    return Problem("--data", data, rule, remedy)
 
 
 def _tokenize_remedy(data: str, tokenizer: str, options: str) -> str:

@@ -286,15 +286,9 @@ class RowFormat:
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
     """Return the format of the first row's keys; `say` gets a line on it. Text if
     they match none. Raises DataError if the first rows of the files have several formats."""
-    from bigtrain.data.documents.chat_formats import (
-        FORMATS,
-        ONE_FORMAT,
-        also_preferences,
-        nearest,
-    )
+    from bigtrain.data.documents.chat_formats import ONE_FORMAT, also_preferences, nearest
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
-    from bigtrain.objectives.preference import PAIRS
 
     formats: dict[str, str] = {}  # by format, the first file that has it
     sources = find_sources(reading.selection)
@@ -304,14 +298,10 @@ def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
         keys = keys_in(source, reading)
         if keys or not source.format.has_rows or not formats:
             match = nearest(keys)
-            if ambiguous := also_preferences(keys):
-                candidates = " and of ".join(ambiguous)
-                if "prompt" not in keys:  # as in LLaMA-Factory
-                    chat_format = next(name for name in ambiguous if name != PAIRS.name)
-                    candidates += f" --key prompt={FORMATS[chat_format].keys[0]}"
+            if choices := also_preferences(keys):
                 raise DataError(
-                    f"{source.path}: the first row has the keys of --format {candidates} -> name "
-                    "the one that is meant: --format"
+                    f"{source.path}: the first row has the keys of several formats -> the one that "
+                    f"is meant: {', or '.join(choices)}"
                 )
             formats.setdefault("text" if match is None else match.name, source.path)
     if len(formats) > 1:

@@ -1,4 +1,4 @@
-"""Tokens that a run learns while their rows of the embedding and the head stay as in the base."""
+"""Tokens that a run learns while their rows of the embedding, or of the head, are not trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigtrain.data.samples.source import SourceDataset, StreamDataset
 from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.errors import DataError, Problem
 from bigtrain.models.build import empty_model
-from bigtrain.models.configuration import text_config
+from bigtrain.models.configuration import scores_samples, text_config
 from bigtrain.models.layers.adapter_checks import SAVED_KEY
 from bigtrain.models.layers.adapter_targets import find_saved
 from bigtrain.models.layers.parameters import freeze, names_of
@@ -32,14 +32,17 @@ _CACHE = "frozen_rows"
 
 
 def check_frozen_rows(
-    config: RunConfig, hf_config: Any, datasets: Sequence[TokenDataset]
+    config: RunConfig, hf_config: Any, datasets: Sequence[TokenDataset], *, grows: bool
 ) -> tuple[list[Problem], list[str]]:
     """Check an embedding and a head that the run does not train, as under adapters: a token that
     `datasets` teach must not have an untrained row there. Returns problems, and notes on the
-    padding token, whose row is zeros by design. Checks only a base in a local directory, whose
-    embedding and head are read. Raises ModelError where `find_weights` does."""
+    padding token, whose row is zeros by design, or is not trained. Checks only a base in a local
+    directory, whose embedding and head are read. grows: the run adds rows to its vocabulary.
+    Raises ModelError where `find_weights` does."""
     path = config.model.path
-    if path is None or not Path(path).is_dir():
+    if not (config.adapters or config.model.frozen):
+        return [], _padding_notes(hf_config, datasets)
+    if grows or path is None or not Path(path).is_dir():
         return [], []
     model = empty_model(hf_config)
     frozen_tables = _frozen_tables(config, model)
@@ -84,6 +87,28 @@ def check_frozen_rows(
         if untrained:
             problems.append(_problem(config, model, dataset, untrained))
     return problems, notes
+
+
+def _padding_notes(hf_config: Any, datasets: Sequence[TokenDataset]) -> list[str]:
+    """Return a note if texts of `datasets` begin or end with the padding token of a model whose
+    embedding gives the row of that token no gradient (``padding_idx`` of torch)."""
+    padding_id = getattr(text_config(hf_config), "pad_token_id", None)
+    text_ids: set[int] = set()
+    for dataset in datasets:
+        record = dataset.table.tokenizer
+        if record.chat_template is None:
+            text_ids |= {*record.beginning_ids, record.end_of_document_id}
+        text_ids |= {*(record.answer_end_ids or ())}
+    if padding_id not in text_ids or scores_samples(hf_config):
+        return []
+    embedding = empty_model(hf_config).get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) != padding_id:
+        return []
+    return [
+        f"model: pad_token_id = {padding_id} is also a token that begins or ends texts: as in "
+        "transformers, the row of the padding token in the embedding gets no gradient where the "
+        "token is read -> to train the row: model.overrides={pad_token_id: null}"
+    ]
 
 
 def _learned(dataset: TokenDataset, ids: list[int]) -> list[int]:

@@ -142,10 +142,10 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     notes: list[str] = []
     if not problems:
         model_plan, problems = cached_model_plan(config, hf_config, run.plan)
-    if starts and (config.adapters or config.model.frozen) and not (problems or growth):
+    if starts and not problems:
         from bigtrain.run.frozen_rows import check_frozen_rows
 
-        problems, notes = check_frozen_rows(config, hf_config, datasets)
+        problems, notes = check_frozen_rows(config, hf_config, datasets, grows=growth is not None)
     if not problems and config.objective.teacher_model is not None:
         teacher, problems = _inspect_teacher(run, datasets)
     if model_plan is None or ids is None or problems:

@@ -51,7 +51,7 @@ from bigtrain.data.chat.document_forms import (
     TextEnds,
     TokenizedRow,
 )
-from bigtrain.data.chat.marked_strings import CALLS, CONTENT, COUNTED_ONLY
+from bigtrain.data.chat.marked_strings import CALLS, CONTENT, is_counted_only
 from bigtrain.data.chat.rendered_parts import find_parts, refuse
 from bigtrain.data.chat.template_demands import render_accepted
 from bigtrain.data.chat.token_bytes import TokenBytes, token_bytes
@@ -317,7 +317,7 @@ class ChatEncoder:
         dropped = parts.dropped
         if self.rules is not None and not self.rules.allow_unrendered:
             for part in dropped:
-                if part.part_kind not in COUNTED_ONLY:
+                if not is_counted_only(part.part_kind):
                     raise refuse(template, part)
         if is_complete:  # every token is learned, so that no answers are looked for
             control = self._written_control(template, text, messages, tools)

@@ -7,14 +7,15 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from bigtrain.data.documents.conversations import WORDLESS
+from bigtrain.data.documents.conversations import FLAGS, OTHER_LEARNING, WORDLESS
 from bigtrain.data.documents.token_rows import PADDING
 from bigtrain.data.tokenizers.chat_template import Messages, Tools
 
 CONTENT, CALLS, TOOLS, REASONING = "content", "tool_calls", "tools", "reasoning"
 STRIPPED, IGNORED, UNMARKED = "stripped_reasoning", "message_keys", "unmarked_answers"
 COUNTED_ONLY = (STRIPPED, IGNORED, UNMARKED, PADDING)
-"""Kinds of parts that are counted and reported, and cause no refusal."""
+"""Kinds of parts that are counted and reported, and cause no refusal. The kind of a key of messages
+is `IGNORED`, a dot and the key."""
 WRITTEN = (CONTENT, CALLS, REASONING)
 """Kinds of parts of a message that a template writes as its text."""
 REASONING_KEYS = tuple(key for key in WORDLESS if key != "tool_calls")
@@ -27,8 +28,13 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Keys of a JSON schema whose value has author-defined names as keys."""
 _WORDS = ("description", "title", "enum", "default", "examples", "const")
 """Keys of a JSON schema with author-written strings."""
-_READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
+_READ_KEYS = {
+    *("role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS),
+    *("weight", *FLAGS, *OTHER_LEARNING),
+}
 """Keys of a message that are checked separately, and the id that links a result to a call."""
+_TOOL_KEYS = ("tools", "functions")
+"""Keys of a message under which some rows have the tools of the conversation."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,33 @@ class Marking:
         return marks_of(number)
 
 
+def is_counted_only(part_kind: str) -> bool:
+    """Return whether parts of a kind are counted and reported, and cause no refusal."""
+    return part_kind.partition(".")[0] in COUNTED_ONLY
+
+
+def parts_that_are_no_text(messages: Messages) -> list[tuple[str, ChatPart]]:
+    """Return the keys of `messages` that may change a rendering and whose values are no text, which
+    cannot be marked, each with its part."""
+    return [
+        (key, _part_of_key(number, key))
+        for number, message in enumerate(messages, 1)
+        for key, value in message.items()
+        if key not in _READ_KEYS and not isinstance(value, str) and value not in (None, [], {})
+    ]
+
+
+def part_of_content(number: int) -> ChatPart:
+    """Return the part that is the content of message `number`."""
+    return ChatPart(CONTENT, number, f"the content of message {number}")
+
+
+def _part_of_key(number: int, key: str) -> ChatPart:
+    """Return the part of `key` of message `number`, which is not checked separately."""
+    part_kind = TOOLS if key in _TOOL_KEYS else f"{IGNORED}.{key}"
+    return ChatPart(part_kind, number, f"the key {key} of message {number}")
+
+
 def marks_of(number: int) -> tuple[str, str]:
     """Return the marks before and after piece `number` of a conversation."""
     return chr(FIRST_MARK + 2 * number), chr(FIRST_MARK + 2 * number + 1)
@@ -162,15 +195,14 @@ def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> d
             part = ChatPart(REASONING, number, f"the {key} of message {number}")
             marked[key] = marking.tree(part, message[key])
     content = message.get("content")
-    part = ChatPart(CONTENT, number, f"the content of message {number}")
+    part = part_of_content(number)
     if isinstance(content, str):
         marked["content"] = marking.text(part, content, thinks=message["role"] == "assistant")
     elif content is not None:
         marked["content"] = marking.tree(part, content, keys=False)
     for key, value in message.items():
         if key not in _READ_KEYS and isinstance(value, str) and value.strip():
-            part = ChatPart(IGNORED, number, f"the key {key} of message {number}")
-            marked[key] = marking.text(part, value)
+            marked[key] = marking.text(_part_of_key(number, key), value)
     if isinstance(message.get("tool_calls"), list):
         calls = enumerate(message["tool_calls"])
         marked["tool_calls"] = [_marked_call(marking, number, index, c) for index, c in calls]

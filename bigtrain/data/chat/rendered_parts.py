@@ -7,7 +7,8 @@ rendering must equal the first one; a template that inspects strings (``startswi
 them differently. Then each string is marked in a separate rendering, and one that cannot be marked
 is searched as text.
 
-Message keys that the template does not read (``name``) are counted as `IGNORED`. Reasoning
+Message keys that the template does not read (``name``) are counted by key (`IGNORED`). A key whose
+value is no text (a boolean) is not read if the rendering is equal without the key. Reasoning
 that it writes only in the last message is dropped by design: counted as `STRIPPED`. Parts of
 answers outside of ``{% generation %}`` blocks are counted as `UNMARKED` (`answer_spans`).
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,15 @@ from bigtrain.data.chat.marked_strings import (
     REASONING,
     REASONING_KEYS,
     STRIPPED,
+    TOOLS,
     WRITTEN,
     ChatPart,
     Marking,
     Piece,
     marked_conversation,
     marks_of,
+    part_of_content,
+    parts_that_are_no_text,
 )
 from bigtrain.data.documents.conversations import RESULTS
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationError, Messages, Tools
@@ -99,6 +103,9 @@ def find_parts(
     # Parts without characters are dropped. A role that the template does not know explains it.
     dropped = list(dict.fromkeys(piece.part for piece, ranges in located if not ranges))
     dropped = [part for part in dropped if not _is_written_otherwise(part, messages, dropped)]
+    dropped += _unread_parts(template, messages, tools, text)
+    lost_contents = _unwritten_contents(template, messages, tools, text)
+    dropped += [part for part in lost_contents if part not in dropped]
     for part in dropped:
         if part.part_kind == CONTENT and part.message is not None:
             message = messages[part.message - 1]
@@ -123,6 +130,49 @@ def find_parts(
         tuple(_by_design(template, messages, tools, part) for part in dropped),
         tuple(sorted(strings, key=lambda string: string.begin)),
     )
+
+
+def _unread_parts(
+    template: ChatTemplate, messages: Messages, tools: Tools, text: str
+) -> list[ChatPart]:
+    """Return the parts of messages that are no text and without which the rendering is `text`."""
+    listed = parts_that_are_no_text(messages)
+
+    def are_unread(keys: Collection[str]) -> bool:
+        fewer = [{k: v for k, v in message.items() if k not in keys} for message in messages]
+        return _rendered(template, fewer, tools) == text
+
+    keys = dict.fromkeys(key for key, _ in listed)
+    unread: Collection[str] = keys
+    if keys and not are_unread(keys):
+        unread = [key for key in keys if are_unread([key])]
+    return [part for key, part in listed if key in unread]
+
+
+def _unwritten_contents(
+    template: ChatTemplate, messages: Messages, tools: Tools, text: str
+) -> list[ChatPart]:
+    """Return the contents that are no text, such as the object that a tool returns, and in whose
+    place another content gives the same rendering `text`."""
+    unwritten = []
+    for number, message in enumerate(messages, 1):
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        other_content: Any = 0 if content else 1
+        if isinstance(content, dict):
+            other_content = {**content, _OTHER_KEY: 0}
+        elif isinstance(content, list):
+            other_content = [*content, 0]
+        changed = [*messages]
+        changed[number - 1] = {**message, "content": other_content}
+        if _rendered(template, changed, tools) == text:
+            unwritten.append(part_of_content(number))
+    return unwritten
+
+
+_OTHER_KEY = "\U0010fffb"
+"""Key of a content that no row has."""
 
 
 def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
@@ -245,8 +295,11 @@ def refuse(template: ChatTemplate, part: ChatPart) -> ConversationError:
     """Return the error for a part that the template drops."""
     sources = template.source + template.source_with_tools
     read = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]
-    is_known = part.part_kind == REASONING and read
-    hint = f" (the template reads the key {' or '.join(read)})" if is_known else ""
+    hint = ""
+    if part.part_kind == REASONING and read:
+        hint = f" (the template reads the key {' or '.join(read)})"
+    elif part.part_kind == TOOLS and part.message is not None:
+        hint = " (tools are a key of the row, next to its messages)"
     return ConversationError(
         f"the chat template does not write {part.name}{hint} -> use a "
         "template that does: --chat-template FILE; or allow dropped parts: --max-unrendered N"

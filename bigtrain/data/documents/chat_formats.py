@@ -15,7 +15,12 @@ from typing import Any
 from bigtrain.data.documents.alpaca_prompts import PROMPTS
 from bigtrain.data.documents.conversations import from_text
 from bigtrain.data.documents.key_rules import KeyRules, text_rules
-from bigtrain.data.documents.other_names import LISTS_OF_ROWS, OTHER_NAMES, has_speaker
+from bigtrain.data.documents.other_names import (
+    OTHER_NAMES,
+    Suggestion,
+    has_speaker,
+    list_of_rows,
+)
 from bigtrain.data.documents.row_format import (
     MESSAGE_KEYS,
     TOKEN_KEYS,
@@ -43,8 +48,10 @@ TOOLS_KEY = "tools"
 def _messages(values: Values, roles: Roles) -> Chat:
     row_messages, tools, system, functions = values
     messages = with_roles(row_messages, roles, may_be_turns=False)
-    if functions and not tools:  # OpenAI's former tools
-        listed = from_text(functions)
+    listed, listed_tools = from_text(functions), from_text(tools)
+    if listed and listed_tools:
+        raise ConversationError("it has tools and functions -> one of both: --ignore-key functions")
+    if listed:  # OpenAI's former tools
         if not isinstance(listed, list):
             raise ConversationError(f"its functions are not a list but {type(listed).__name__}")
         tools = [{"type": "function", "function": function} for function in listed]
@@ -226,27 +233,35 @@ def nearest(keys: Collection[str]) -> ChatFormat | None:
 
 
 def also_preferences(keys: Collection[str]) -> list[str]:
-    """Return the formats of a row with these keys if it is a preference pair and a conversation at
-    once: which one is meant is the user's choice. Empty otherwise."""
-    names = [entry.name for entry in _detected(keys)]
-    names = [name for name in names if name != "tokens"]
-    return names if PAIRS.name in names and len(names) > 1 else []
+    """Return the options for each format of a row with these keys if it is a preference pair and a
+    conversation at once: which one is meant is the user's choice. Empty otherwise."""
+    formats = [entry for entry in _detected(keys) if entry.name != "tokens"]
+    options = {entry.name: f"--format {entry.name}" for entry in formats}
+    if PAIRS.name not in options or len(options) == 1:
+        return []
+    if "prompt" not in keys:  # as in LLaMA-Factory
+        conversation = next(entry for entry in formats if entry.name != PAIRS.name)
+        options[PAIRS.name] += f" --key prompt={conversation.keys[0]}"
+    return [*options.values()]
+
+
+def suggestion_for(row: Collection[str]) -> Suggestion | None:
+    """Return the options that read rows like `row`, an object or its keys; None if unknown."""
+    match = nearest(row)
+    if match is not None:
+        return Suggestion(f"--format {match.name}")
+    return next(filter(None, (names.suggestion(row) for names in OTHER_NAMES)), None)
 
 
 def remedy_for(row: Collection[str]) -> str:
-    """Return the options that read rows such as `row`, its keys or an object, to end an error;
-    empty if unknown."""
-    match = nearest(row)
-    if match is not None:
-        return f" -> --format {match.name}"
-    options = next(filter(None, (names.options_for(row) for names in OTHER_NAMES)), "")
-    if options:
-        return f" -> {options}"
-    if isinstance(row, Mapping):
-        for key in LISTS_OF_ROWS:
-            if isinstance(row.get(key), list):
-                return f" -> a file of the rows under {key!r}: jq -c '.{key}[]' FILE > rows.jsonl"
-    return ""
+    """Return how rows like `row`, an object or its keys, are read, to end an error; empty if
+    unknown."""
+    if suggestion := suggestion_for(row):
+        return f" -> {suggestion}"
+    key = list_of_rows(row) if isinstance(row, Mapping) else None
+    if key is None:
+        return ""
+    return f" -> a file of the rows under {key!r}: jq -c '.{key}[]' FILE > rows.jsonl"
 
 
 def remedy_for_row(row: Collection[str]) -> str:
@@ -255,6 +270,8 @@ def remedy_for_row(row: Collection[str]) -> str:
     return near and f"{near} if all rows are like this one; {ONE_FORMAT}"
 
 
+NAME_A_KEY = " -> name its key: "
+"""Start of the remedy for a row whose format is unknown."""
 JOINED_WITH = "\n"
 
 
@@ -359,7 +376,12 @@ def document_in(
     if not present:
         row_keys = ", ".join(sorted(tree)[:20]) or "none"
         missing = f"no key {' or '.join(map(repr, expected_keys))}; keys here: {row_keys}"
-        return Extracted(None, missing + remedy_for(tree))
+        if chat is None:
+            name_a_key = "--text-key KEY; or a format and its keys: --format FORMAT --key NAME=KEY"
+        else:
+            name_a_key = f"--key {chat.format.keys[0]}=KEY"
+        unknown = " -> --format text" if chat and "text" in tree else NAME_A_KEY + name_a_key
+        return Extracted(None, missing + (remedy_for(tree) or unknown))
     if chat is not None:
         row = {key: value_at(tree, key) for key in chat.key_rules.read_keys}
         row |= {key: tree[key] for key in chat.key_rules.refused.keys() & tree.keys()}

@@ -14,8 +14,13 @@ OTHER_LEARNING = {
     "train_detail": "a message has loss or not as a unit -> train",
     "training": "it is read under Axolotl's other name only -> train",
     "loss_scale": "ms-swift's factor of the loss is not read -> weight",
+    **dict.fromkeys(
+        ("mask", "masked", "loss_mask", "trainable", "train_on_turn"),
+        "whether it has loss is not read under this name -> train: true or false, instead of it",
+    ),
 }
-"""Keys of a message that change its loss in other tools and are refused, and why."""
+"""Keys of a message that change its loss, in other tools or by their names, and are refused, and
+why."""
 RESULTS = ("tool", "function", "ipython", "observation", "environment")
 """Roles of tool responses, whose content may be any JSON, or empty."""
 WORDLESS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -43,6 +48,8 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
             keys = ", ".join(sorted(map(str, message))) or "none"
             near = {"from", "value"} <= message.keys()
             fix = " -> --format sharegpt (--key conversations=KEY for another key)" if near else ""
+            if not near and "role" not in message:
+                fix = " -> name its keys: --key role=KEY --key content=KEY"
             raise ConversationError(
                 f"message {number} has no role that is text; keys here: {keys}{fix}"
             )
@@ -58,11 +65,11 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
         raise ConversationError("its tools are not a list of objects, nor JSON of one")
 
     # As in transformers, a key with value None counts as absent.
-    cleaned = [{key: value for key, value in m.items() if value is not None} for m in messages]
-    cleaned = [
-        _with_text(number, _with_parsed_calls(number, message))
-        for number, message in enumerate(cleaned, 1)
-    ]
+    cleaned = []
+    for number, message in enumerate(messages, 1):
+        given = {key: value for key, value in message.items() if value is not None}
+        is_null = "content" in message and message["content"] is None
+        cleaned.append(_with_text(number, _with_parsed_calls(number, given), is_null=is_null))
     # Answers before the last one get a weight of 0, which every reader of the document knows.
     if last_only:
         answers = [number for number, message in enumerate(cleaned) if is_learned(message)]
@@ -143,16 +150,14 @@ def _check_learning(number: int, message: Mapping[str, Any]) -> None:
         )
 
 
-def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
+def _with_text(number: int, message: dict[str, Any], *, is_null: bool) -> dict[str, Any]:
     """Return `message` with its text parts joined: most templates print a list of parts as a Python
-    list. Raise ConversationError for missing or non-text content."""
+    list. is_null: its content in the row is null. Raise ConversationError for missing or non-text
+    content."""
     content, is_result = message.get("content"), message["role"] in RESULTS
-    # A result may be a list of anything: it is text only if every entry names its type.
-    if isinstance(content, list) and (
-        not is_result
-        or all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in content)
-    ):
-        return {**message, "content": "".join(_part_text(number, part) for part in content)}
+    if isinstance(content, list) and not (is_result and not _are_parts(content)):
+        text = "".join(_part_text(number, part) for part in content)
+        return {**message, **_other_keys_of_parts(content), "content": text}
     if is_result or isinstance(content, str):
         return message
     if content is not None:
@@ -160,12 +165,31 @@ def _with_text(number: int, message: dict[str, Any]) -> dict[str, Any]:
             f"message {number} has content that is neither text nor a list of parts of text but "
             f"{type(content).__name__}"
         )
-    if not any(message.get(key) for key in WORDLESS):
-        keys = ", ".join(sorted(map(str, message)))
-        raise ConversationError(
-            f"message {number} has no content; keys here: {keys} -> name its key: --key content=KEY"
-        )
-    return message
+    if any(message.get(key) for key in WORDLESS):
+        return message
+    if is_null:
+        raise ConversationError(f"message {number} has the content null -> a text, or remove it")
+    keys = ", ".join(sorted(map(str, message)))
+    raise ConversationError(
+        f"message {number} has no content; keys here: {keys} -> name its key: --key content=KEY"
+    )
+
+
+def _are_parts(content: list[Any]) -> bool:
+    """Return whether the result of a tool is a list of parts; an empty list is a result itself."""
+    types = [isinstance(part, dict) and isinstance(part.get("type"), str) for part in content]
+    return bool(types) and all(types)
+
+
+def _other_keys_of_parts(content: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values that parts of text have under other keys (``citations``), by names that no
+    template reads, so that they are counted among the keys of messages."""
+    return {
+        f"content.{key}": value
+        for part in content
+        for key, value in part.items()
+        if key not in ("type", "text") and value is not None
+    }
 
 
 def _part_text(number: int, part: object) -> str:
@@ -190,7 +214,12 @@ def _with_parsed_calls(number: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return `message` with the arguments of tool calls as objects, as templates expect; OpenAI
     stores arguments as JSON text. OpenAI's former single `function_call` becomes a tool call."""
     calls = from_text(message.get("tool_calls"))
-    if not calls and "function_call" in message:
+    if "function_call" in message:
+        if calls:
+            raise ConversationError(
+                f"message {number} has tool_calls and function_call -> one of both, or null under "
+                "the other key"
+            )
         call = from_text(message["function_call"])
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ConversationError(f"the function_call of message {number} has no function name")

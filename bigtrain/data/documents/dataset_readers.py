@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.json_columns import decoders_of
+from bigtrain.data.documents.key_rules import names_in
 from bigtrain.data.documents.reader import ReadOptions, SourcePart, even_parts
-from bigtrain.data.documents.table_readers import TableReader
+from bigtrain.data.documents.table_readers import TableReader, tree_of
 from bigtrain.data.documents.table_rows import (
     RowBlock,
     columns_of,
@@ -57,6 +58,10 @@ class DatasetReader(TableReader):
         path, keys = self.part.source.path, self.options.keys
         dataset, first, count = self._open_part()
         row, all_names = first, dataset.column_names
+        counted_names = all_names
+        if dataset.features is not None:
+            column_tree = tree_of(dataset.features.arrow_schema)
+            counted_names = names_in(column_tree, self.options.key_rules.read_keys)
         if all_names is not None:
             read_columns = columns_of(path, keys, all_names)
             dataset = dataset.select_columns(stored_columns(read_columns, all_names))
@@ -75,7 +80,7 @@ class DatasetReader(TableReader):
                     return decoded(name, batch[name], decoders)
 
                 rows = joined_rows(len(batch[names[0]]), columns, keys, names, values)
-                self.rejects.keys.add(all_names or names, len(rows))
+                self.rejects.keys.add(counted_names or names, len(rows))
                 yield RowBlock(row, rows, (row - first) / count if count else 0.0)
                 row += len(rows)
         except (DataError, GeneratorExit):

@@ -43,6 +43,22 @@ class KeyCounts:
         self.shapes.clear()
 
 
+def names_in(tree: Mapping[str, object], read_keys: Sequence[str], above: str = "") -> list[str]:
+    """Return the names of the keys of a row, or of the objects of names in a schema: of an object
+    of which only paths below are read (``meta.text``), the paths of all of its keys."""
+    if not any("." in path for path in read_keys):
+        return [*tree]
+    names: list[str] = []
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        is_opened = any(path.startswith(f"{name}.") for path in read_keys)
+        if is_opened and isinstance(value, Mapping) and name not in read_keys:
+            names += names_in(value, read_keys, f"{name}.")
+        else:
+            names.append(name)
+    return names
+
+
 @dataclass(frozen=True)
 class KeyRules:
     """Rules for the keys of rows of `format`. read_keys: keys, or paths, in the order of the
@@ -54,20 +70,25 @@ class KeyRules:
 
     @cached_property
     def refused(self) -> Mapping[str, tuple[RowKey, ...]]:
-        """Keys some of whose values are refused."""
+        """Keys some of whose values are refused: no key that is read, and none below which a path
+        is read."""
+        read_names = {name for path in self.read_keys for name in (path, path.partition(".")[0])}
         entries: dict[str, tuple[RowKey, ...]] = {}
         for entry in ROW_KEYS:
             if entry.action == "refused" and self.format in entry.formats:
                 for name in entry.names:
-                    if name not in self.read_keys and name not in self.ignored:
+                    if name not in read_names and name not in self.ignored:
                         entries[name] = (*entries.get(name, ()), entry)
         return entries
 
     def problem(self, row: Values, values: Values) -> str:
-        """Return why a row is refused, for the first refused key of `row`; empty if it is accepted.
-        `values`: of the format's keys."""
-        for name, value in row.items():
-            for entry in self.refused.get(name, ()):
+        """Return why a row is refused, for the first refused key in the order of `ROW_KEYS`; empty
+        if it is accepted. `values`: of the format's keys."""
+        present = self.refused.keys() & row.keys()
+        ordered = [name for name in self.refused if name in present] if present else []
+        for name in ordered:
+            value = row[name]
+            for entry in self.refused[name]:
                 if entry.matters(value, values):
                     first = self.read_keys[0] if self.read_keys else ""
                     literal = repr(value)
@@ -89,7 +110,8 @@ class KeyRules:
         for entry in ROW_KEYS:
             if entry.action == "not read" and key in entry.names and self.format in entry.formats:
                 return entry.text
-        spelled = {_spelling(name): name for name in (*self.refused, *self.read_keys)}
+        others = [name for name in (*self.refused, *self.read_keys) if name != key]
+        spelled = {_spelling(name): name for name in others}
         close = get_close_matches(_spelling(key), spelled, 1, 0.8)
         return f"{spelled[close[0]]}?" if close else ""
 

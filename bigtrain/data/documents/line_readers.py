@@ -26,6 +26,7 @@ from bigtrain.data.documents.files import (
     stream_chunks,
     without_mark,
 )
+from bigtrain.data.documents.key_rules import names_in
 from bigtrain.data.documents.reader import (
     BadDocument,
     PartReader,
@@ -140,8 +141,10 @@ class JsonLinesReader(PartReader):
 
     def _texts(self, lines: Sequence[bytes | None]) -> list[bytes] | None:
         """Return the texts of `lines`, several times faster than line by line; None if a line may
-        not be a text, or has a key that may be refused."""
+        not be a text, has a key that may be refused, or has texts below other keys."""
         keys, refused = self.options.text_keys, self.options.key_rules.refused.keys()
+        if any("." in key for key in keys):
+            return None
         try:
             rows: list[dict[str, Any]] = [orjson.loads(line) for line in lines]  # type: ignore[arg-type]
             shapes = Counter(map(tuple, rows))
@@ -198,7 +201,7 @@ class JsonLinesReader(PartReader):
         """Return the document in a parsed row; count the keys of the row."""
         options = self.options
         if isinstance(tree, dict):
-            self.rejects.keys.add(tree)
+            self.rejects.keys.add(names_in(tree, options.key_rules.read_keys))
         return document_in(tree, options.text_keys, options.conversations, options.ignored_keys)
 
 

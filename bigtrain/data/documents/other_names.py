@@ -4,43 +4,91 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from bigtrain.data.documents.conversations import from_text
 from bigtrain.data.documents.row_format import MESSAGE_KEYS
 from bigtrain.objectives.preference import PAIRS
 
 
+class Suggestion(NamedTuple):
+    """Options that read a row, and keys of texts that the options do not read."""
+
+    options: str
+    unread: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.options} (not read: {', '.join(self.unread)})" if self.unread else self.options
+        )
+
+
 @dataclass(frozen=True)
 class OtherNames:
-    """Names that datasets have for the keys of a format: for keys that a row must have, and for
-    keys that it may have."""
+    """Names that datasets have for the keys of a format, in any case: for keys that a row must
+    have, and for keys that it may have. A name may be a path (``input.messages``)."""
 
     format_name: str
     required: Mapping[str, Sequence[str]]
     optional: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def options_for(self, row: Collection[str]) -> str:
+    def suggestion(self, row: Collection[str]) -> Suggestion | None:
         """Return the options that read `row`: its keys, or an object, of which the values count;
-        empty if they are not the keys of this format."""
+        None if they are not the keys of this format."""
+        spelled = {name.lower(): name for name in reversed([*row])}
         keys: dict[str, str] = {}
         for format_key, names in {**self.required, **self.optional}.items():
-            key = next((name for name in names if _may_be(format_key, name, row)), None)
+            present = (_path_in(name, row, spelled) for name in names)
+            free = (path for path in present if path and path not in keys.values())
+            key = next((path for path in free if _may_be(format_key, path, row)), None)
             if key is not None:
                 keys[format_key] = key
         if not self.required.keys() <= keys.keys():
-            return ""
+            return None
         words = [f" --key {key}={name}" for key, name in keys.items() if key != name]
-        return f"--format {self.format_name}{''.join(words)}"
+        unread = [name for name in row if name not in keys.values() and _is_text(name, row)]
+        return Suggestion(f"--format {self.format_name}{''.join(words)}", tuple(unread))
 
 
-def _may_be(format_key: str, name: str, row: Collection[str]) -> bool:
-    """Return whether `row` has `name`, and under it a value of the kind that `format_key` has."""
-    if name not in row:
-        return False
-    value = row[name] if isinstance(row, Mapping) else None
-    if value is None or (format_key in MESSAGE_KEYS and isinstance(value, str)):
+def _is_text(name: str, row: Collection[str]) -> bool:
+    """Return whether the value under `name` is a text: of a known name, or with several words."""
+    is_known = name.lower() in _TEXT_NAMES
+    if not isinstance(row, Mapping):
+        return is_known
+    value = row[name]
+    return isinstance(value, str) and bool(value) and (is_known or len(value.split()) > 1)
+
+
+def _path_in(name: str, row: Collection[str], spelled: Mapping[str, str]) -> str | None:
+    """Return the key of `row`, or path below a key of it, that has `name`. spelled: keys of `row`
+    by their names in lower case."""
+    first, _, rest = name.partition(".")
+    if first not in spelled:
+        return None
+    key = spelled[first]
+    if not rest:
+        return key
+    below = row[key] if isinstance(row, Mapping) else None
+    return f"{key}.{rest}" if isinstance(below, dict) and rest in below else None
+
+
+def _may_be(format_key: str, path: str, row: Collection[str]) -> bool:
+    """Return whether the value at `path` in `row` is of the kind that `format_key` has."""
+    value: Any = None
+    if isinstance(row, Mapping):
+        value = row.get(path)
+        if path not in row:
+            first, _, rest = path.partition(".")
+            value = row[first][rest]
+    if value is None:
         return True
+    if format_key == "tools":
+        return isinstance(value, list | str)
     if format_key not in MESSAGE_KEYS:
         return isinstance(value, str)
+    if isinstance(value, str) and format_key not in ("messages", "conversations"):
+        return True
+    value = from_text(value)
     return isinstance(value, list) and all(map(has_speaker, value[:1]))
 
 
@@ -49,38 +97,62 @@ def has_speaker(value: object) -> bool:
     return isinstance(value, dict) and bool({"role", "from"} & value.keys())
 
 
-LISTS_OF_ROWS = ("data", "rows", "examples", "instances", "samples", "items", "train")
+def list_of_rows(row: Mapping[str, Any]) -> str | None:
+    """Return the key under which the file that is `row` has its rows; None if there is none."""
+    for key in _LISTS_OF_ROWS:
+        rows = row.get(key)
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+            return key
+    return None
+
+
+_LISTS_OF_ROWS = ("data", "rows", "examples", "instances", "samples", "items", "train")
 """Keys under which a file that is one object has all rows."""
 _SYSTEM_NAMES = ("system", "system_prompt", "system_message")
-_QUESTION_NAMES = ("instruction", "question", "query")
+_QUESTION_NAMES = ("instruction", "question", "query", "problem")
+_CONTEXT_NAMES = ("input", "context")
+_ANSWER_NAMES = ("output", "response", "answer", "completion", "target", "solution")
+_REASONING_NAMES = ("reasoning", "thinking", "rationale", "explanation", "cot", "complex_cot")
+_TEXT_NAMES = frozenset(
+    (*_SYSTEM_NAMES, *_QUESTION_NAMES, *_CONTEXT_NAMES, *_ANSWER_NAMES, *_REASONING_NAMES, "prompt")
+)
+"""Keys of texts of which a suggestion that does not read them says so."""
 OTHER_NAMES: Sequence[OtherNames] = (
     OtherNames(
         "sharegpt",
-        {"conversations": ("conversation", "dialogue", "dialog", "turns", "chat")},
-        {"system": _SYSTEM_NAMES},
+        {"conversations": ("conversation", "dialogue", "dialog", "turns", "chat", "data", "items")},
+        {"system": _SYSTEM_NAMES, "tools": ("tools",)},
     ),
     OtherNames(
         PAIRS.name,
         {
-            "chosen": ("chosen", "chosen_response", "response_chosen", "response_j", "preferred"),
+            "chosen": (
+                *("chosen", "chosen_response", "response_chosen", "response_j", "preferred"),
+                "preferred_output",
+            ),
             "rejected": (
                 *("rejected", "rejected_response", "response_rejected"),
-                *("response_k", "dispreferred"),
+                *("response_k", "dispreferred", "non_preferred_output"),
             ),
         },
-        {"prompt": ("prompt", *_QUESTION_NAMES, "input")},
+        {
+            "prompt": ("prompt", *_QUESTION_NAMES, "input", "input.messages"),
+            "tools": ("tools", "input.tools"),
+        },
     ),
     OtherNames(
         "alpaca",
-        {
-            "instruction": _QUESTION_NAMES,
-            "output": ("output", "response", "answer", "completion", "target"),
-        },
-        {"input": ("input", "context"), "system": _SYSTEM_NAMES},
+        {"instruction": _QUESTION_NAMES, "output": _ANSWER_NAMES},
+        {"input": _CONTEXT_NAMES, "system": _SYSTEM_NAMES},
     ),
     OtherNames(
         "prompt-completion",
         {"prompt": ("prompt",), "completion": ("response", "answer", "output")},
+    ),
+    OtherNames(
+        "alpaca",
+        {"instruction": ("input", "inputs"), "output": ("output", "target", "targets")},
+        {"system": _SYSTEM_NAMES},
     ),
 )
 """The keys of turns distinguish messages from ShareGPT, and both are accepted under the key of

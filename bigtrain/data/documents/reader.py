@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from bigtrain.data.documents.chat_formats import FORMATS, ONE_FORMAT, Conversations
+from bigtrain.data.documents.chat_formats import FORMATS, NAME_A_KEY, ONE_FORMAT, Conversations
 from bigtrain.data.documents.compression import READ_ERRORS
 from bigtrain.data.documents.files import HashingReader, Selection, Source, open_file
 from bigtrain.data.documents.key_rules import KeyCounts, KeyRules, text_rules
@@ -22,7 +22,7 @@ from bigtrain.data.documents.text_filter import TextFilter, text_of_document
 from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES, Quotes
 from bigtrain.errors import DataError
 
-OTHER_KEYS = re.compile(r"^no key .*; keys here: (.* -> |(?:.*, )?text\b)")
+OTHER_KEYS = re.compile(rf"^no key .*; keys here: (.*(?!{NAME_A_KEY}) -> |(?:.*, )?text\b)")
 """Pattern of reasons for rows with the keys of another format."""
 TEMPLATE_FAULT = "the chat template"
 """Start of reasons caused by the chat template, not by a document."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 from bigtrain.data.documents.alpaca_prompts import ALPACA_KEYS, PROMPTS
-from bigtrain.data.documents.conversations import from_text
+from bigtrain.data.documents.conversations import FLAGS, from_text
 from bigtrain.objectives.section import ROWS
 
 Values = Mapping[str, Any]
@@ -35,6 +35,15 @@ def _number(value: object) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
+
+
+def _is_false(value: object, values: Values) -> bool:
+    return value is False
+
+
+def _is_speaker(value: object, values: Values) -> bool:
+    """Return whether the value is the role of a message."""
+    return isinstance(value, str) and value.lower() in SPEAKERS
 
 
 def _has_no_prompt(value: object, values: Values) -> bool:
@@ -81,6 +90,9 @@ ANSWERS = tuple(rows.name for rows in ROWS.values() if not rows.has_classes)
 CHATS = (*SFT, *OBJECTIVE_ROWS)
 _SYSTEM_PROMPTED = tuple(name for name in PROMPTED if "system" in PROMPTS[name].keys)
 _ORCA = tuple(name for name in PROMPTED if "system_prompt" in PROMPTS[name].keys)
+_OTHER_SYSTEM = ("system_prompt", "system_message")
+SPEAKERS = ("user", "human", "prompter", "assistant", "gpt", "bot", "system")
+"""Values of the key `role` of a row that is one message."""
 MEDIA_KEYS = (
     *("image", "images", "video", "videos", "audio", "audios", "objects"),
     *("rejected_images", "rejected_videos", "rejected_audios"),
@@ -244,9 +256,9 @@ ROW_KEYS: tuple[RowKey, ...] = (
         CHATS,
         "TRL, Axolotl, ms-swift",
         "refused",
-        "its {name} ({value}) are not given to the chat template -> a template that sets them: "
+        "its {name} ({value}) are not given to the chat template -> a template that sets them, "
         "--chat-template FILE with a line such as {{%- set enable_thinking = false %}} at its "
-        "start; or --ignore-key {name}",
+        "start, and --ignore-key {name}; or only --ignore-key {name}",
     ),
     RowKey(
         ("system",),
@@ -257,11 +269,42 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "--ignore-key {name}",
     ),
     RowKey(
-        ("system_prompt",),
-        tuple(name for name in CHATS if name not in _ORCA),
-        "ms-swift",
+        _OTHER_SYSTEM,
+        ("messages",),
+        "ms-swift; system_message: other rows",
         "refused",
-        "its {name} would not be read -> rename it to system; or --ignore-key {name}",
+        "its {name} would not be read -> --format sharegpt --key conversations={first} "
+        "--key system={name}; or --ignore-key {name}",
+    ),
+    RowKey(
+        _OTHER_SYSTEM,
+        ("sharegpt", "alpaca", *_SYSTEM_PROMPTED),
+        "ms-swift; system_message: other rows",
+        "refused",
+        "its {name} would not be read -> --key system={name}; or --ignore-key {name}",
+    ),
+    RowKey(
+        ("system_message",),
+        _ORCA,
+        "other rows",
+        "refused",
+        "its {name} would not be read -> --key system_prompt={name}; or --ignore-key {name}",
+    ),
+    RowKey(
+        _OTHER_SYSTEM,
+        tuple(name for name in PROMPTED if name not in (*_SYSTEM_PROMPTED, *_ORCA)),
+        "ms-swift; system_message: other rows",
+        "refused",
+        "its {name} would not be read -> --format alpaca --key system={name}; or "
+        "--ignore-key {name}",
+    ),
+    RowKey(
+        _OTHER_SYSTEM,
+        ("prompt-completion", *OBJECTIVE_ROWS),
+        "ms-swift; system_message: other rows",
+        "refused",
+        "its {name} would not be read -> write it as the first message of the prompt; or "
+        "--ignore-key {name}",
     ),
     RowKey(
         ("tools",),
@@ -353,12 +396,47 @@ ROW_KEYS: tuple[RowKey, ...] = (
         is_named=True,
     ),
     RowKey(
-        ("input",),
+        ("input", "context"),
         ANSWERS,
+        "Axolotl, LLaMA-Factory; context: other rows",
+        "refused",
+        "its {name} would not be read -> --key prompt={name}; or --ignore-key {name}",
+        _has_no_prompt,
+    ),
+    RowKey(
+        ("context",),
+        ("prompt-completion", *ANSWERS),
+        "other rows",
+        "refused",
+        "its {name} would not be read -> one text under prompt; or --ignore-key {name}",
+    ),
+    RowKey(
+        ("input",),
+        ("prompt-completion", *ANSWERS),
         "Axolotl, LLaMA-Factory",
         "refused",
         "its {name} would not be read, which LLaMA-Factory joins to the instruction -> one text "
         "under prompt; or --ignore-key {name}",
+    ),
+    RowKey(
+        FLAGS,
+        ("text", *CHATS),
+        "other rows",
+        "refused",
+        "its {name} is {value}, which is read in messages only -> remove the row; or "
+        "--ignore-key {name}",
+        _is_false,
+        is_named=True,
+    ),
+    RowKey(
+        ("role",),
+        ("text",),
+        "rows of oasst1 and oasst2",
+        "refused",
+        "its {name} is {value}, so it is one message of a conversation, which would be a document "
+        "of its own -> a row of messages for each conversation; or --ignore-key {name}",
+        _is_speaker,
+        is_named=True,
     ),
     RowKey(
         ("margin",),

@@ -19,6 +19,7 @@ import xxhash
 from bigtrain.data.documents.chat_formats import conversation_of, text_of
 from bigtrain.data.documents.files import Source, open_table, require_unchanged, unpacked
 from bigtrain.data.documents.json_columns import Decoder, decoders_of, features_of, without_missing
+from bigtrain.data.documents.key_rules import names_in
 from bigtrain.data.documents.reader import (
     PartReader,
     ReadOptions,
@@ -193,6 +194,7 @@ class ParquetReader(TableReader):
         opened = path if file is None else file
         with _reading(path), parquet.ParquetFile(opened, pre_buffer=False) as table:
             names, decoders = table.schema_arrow.names, _decoders(table.schema_arrow)
+            counted_names = names_in(tree_of(table.schema_arrow), self.options.key_rules.read_keys)
             self.columns = columns = columns_of(path, keys, names)
             stored = stored_columns(columns, names)
             rows = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
@@ -203,7 +205,7 @@ class ParquetReader(TableReader):
                 rows_at_once = rows_per_read(num_bytes, rows[group])
                 for batch in table.iter_batches(rows_at_once, row_groups=[group], columns=stored):
                     share_done = (row - first) / max(1, count)
-                    self.rejects.keys.add(names, batch.num_rows)
+                    self.rejects.keys.add(counted_names, batch.num_rows)
                     yield RowBlock(row, rows_of_batch(batch, columns, keys, decoders), share_done)
                     row += batch.num_rows
 
@@ -241,7 +243,10 @@ class ArrowReader(TableReader):
             for batch, share_done in _record_batches(mapped, self.part.begin, self.part.end):
                 if share_done is not None:
                     self.columns = columns = columns_of(path, keys, batch.schema.names)
-                    self.rejects.keys.add(batch.schema.names, batch.num_rows)
+                    read_keys = self.options.key_rules.read_keys
+                    self.rejects.keys.add(
+                        names_in(tree_of(batch.schema), read_keys), batch.num_rows
+                    )
                     stored = stored_columns(columns, batch.schema.names)
                     for column in stored:
                         require_sound(batch.column(column))
@@ -263,6 +268,17 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def tree_of(schema: Any) -> dict[str, Any]:
+    """Return the names of the columns of an arrow schema, or of the fields of a struct: a tree of
+    names for a struct, None for any other type."""
+    import pyarrow
+
+    return {
+        field.name: tree_of(field.type) if pyarrow.types.is_struct(field.type) else None
+        for field in schema
+    }
 
 
 def _decoders(schema: Any) -> dict[str, Decoder]:

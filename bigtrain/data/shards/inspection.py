@@ -33,6 +33,8 @@ KINDS = {
     "padding": "tokens of padding, attention_mask 0",
     "message_keys": "keys of messages, such as name, that the chat template does not read",
 }
+"""Kinds of parts of conversations. Keys of messages are counted by key, ``message_keys.name``; in
+older manifests together."""
 SHOWN_NAMES = 5
 LONE = "all"
 """Split of a shard without a dataset."""
@@ -288,11 +290,26 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
     if manifest.unread_keys and with_unread:
         counted = ", ".join(f"{key} ({count:,})" for key, count in manifest.unread_keys.items())
         lines.append(f"  unread:   keys of rows that are not read: {counted}")
-    lines += [
-        f"  dropped:  {KINDS.get(part_type, part_type)}: {count:,}"
-        for part_type, count in (manifest.unrendered or {}).items()
-    ]
+    lines += _dropped_parts(manifest.unrendered or {})
     return "\n".join(lines)
+
+
+def _dropped_parts(counts: Mapping[str, int]) -> list[str]:
+    """Return the lines of the parts of conversations that are not learned, or not read."""
+    message_keys: list[str] = []
+    lines = []
+    for part_kind, count in counts.items():
+        kind, _, key = part_kind.partition(".")
+        if key:
+            message_keys.append(f"{key} ({count:,})")
+        else:
+            lines.append(f"  dropped:  {KINDS.get(kind, kind)}: {count:,}")
+    if message_keys:
+        shown, num_others = ", ".join(message_keys[:20]), len(message_keys) - 20
+        others = f", and {num_others} others" if num_others > 0 else ""
+        rule = "keys of messages that the chat template does not read"
+        lines.append(f"  dropped:  {rule}: {shown}{others}")
+    return lines
 
 
 _NEAR_SHARE = 0.1

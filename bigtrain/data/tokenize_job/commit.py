@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigtrain.data.chat.marked_strings import COUNTED_ONLY
+from bigtrain.data.chat.marked_strings import is_counted_only
 from bigtrain.data.documents.files import Source
 from bigtrain.data.documents.key_rules import KeyRules, describe_unread
 from bigtrain.data.documents.reader import BadDocument, require_few
@@ -80,7 +80,7 @@ class Commit:
         dropped = {
             part_type: n
             for part_type, n in _total(r.unrendered for r in unit_records).items()
-            if part_type not in COUNTED_ONLY
+            if not is_counted_only(part_type)
         }
         if sum(dropped.values()) > self.options.max_unrendered:
             dropped_text = ", ".join(f"{n:,} of {part_type}" for part_type, n in dropped.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -385,3 +386,44 @@ def test_shards_of_another_tokenizer_than_the_models_are_refused(
     refused = capsys.readouterr().err
     assert "was tokenized with a different tokenizer than that of model.path = base" in refused
     assert not Path("run.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": turns("a", "b"), "chosen": turns("a", "b"), "rejected": turns("a", "c")},
+        {
+            "conversations": [{"from": "human", "value": "a"}],
+            "chosen": {"from": "gpt", "value": "b"},
+            "rejected": {"from": "gpt", "value": "c"},
+        },
+    ],
+)
+def test_commands_for_rows_of_several_formats_work_as_typed(
+    row: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the error, for either format, and of the run with --preference."""
+    save_chat_tokenizer(folder / "base")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=412, num_hidden_layers=1, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    given = ["init", "--model", "base", "--data", "rows.jsonl", "--shards", "later"]
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert "its first row has the keys of several formats" in said
+    command = said.partition(" -> bigtrain ")[2].partition(", and then")[0].split()
+    instead = said.strip().partition("; or instead ")[2].split()
+    position = command.index("--format")
+    is_messages = "messages" in row
+    if is_messages:  # the other row has no answer in its conversation
+        assert main(command) == 0
+    assert main([*command[:position], *instead, "--output", "pairs"]) == 0
+    assert read_shards("pairs").rows == "preference"
+    capsys.readouterr()
+    assert main([*given, "--preference"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    (typed,) = [line for line in lines if line.startswith("bigtrain tokenize ")]
+    assert "--format preference" in typed
+    if is_messages:
+        assert main([*typed.split()[1:], "--held-out", "0", "--output", "typed"]) == 0

@@ -371,6 +371,53 @@ def test_a_base_keeps_its_ids_in_the_vocabulary(place: Place, tmp_path: Path) ->
         assert any("instead of 5000" in note for note in inputs.notes)
 
 
+@pytest.mark.parametrize("name", ["other", "default of the class", "equal"])
+def test_a_base_that_begins_texts_otherwise_is_noted(name: str, place: Place) -> None:
+    """With an override that ends the note; also if the base names no beginning at all."""
+    ids = {"other": 9, "default of the class": 9, "equal": place.bos}
+    base = place.make_base(f"begins {name}", place.num_tokens, bos_token_id=ids[name])
+    if name == "default of the class":
+        tree = json.loads((base / "config.json").read_text())
+        del tree["bos_token_id"]
+        (base / "config.json").write_text(json.dumps(tree))
+    inputs = inspect_inputs(place.run({"path": str(base)}, "plain"))
+    own = 9 if name == "other" else inputs.hf_config.bos_token_id
+    found = [note for note in inputs.notes if f"bos_token_id = {own} stays as in" in note]
+    assert len(found) == (name != "equal")
+    for note in found:
+        assert note.endswith(f"model.overrides={{bos_token_id: {place.bos}}}")
+    section = {"path": str(base), "overrides": {"bos_token_id": place.bos}}
+    inputs = inspect_inputs(place.run(section, "plain"))
+    assert not [note for note in inputs.notes if "stays as in" in note]
+    assert inputs.hf_config.bos_token_id == place.bos
+
+
+# The padding token, the shards, and whether texts of the shards begin or end with the token.
+PADDED = [("turn", "chat", True), ("turn", "plain", False), ("eos", "plain", True)]
+
+
+@pytest.mark.parametrize(("padding", "shards", "is_noted"), PADDED)
+def test_padding_that_ends_texts_is_noted(
+    padding: str, shards: str, is_noted: bool, place: Place
+) -> None:
+    """Where the row has no gradient: as a base has it, and not after the override of the note."""
+    number = getattr(place, padding)
+    base = place.make_base(f"padded {padding} {shards}", place.num_tokens, pad_token_id=number)
+    rule = f"pad_token_id = {number} is also a token that begins or ends texts"
+    for overrides in ({}, {"pad_token_id": None}):
+        section = {"path": str(base), "overrides": overrides}
+        inputs = inspect_inputs(place.run(section, shards))
+        found = [note for note in inputs.notes if rule in note]
+        model = build_model(ModelSection.model_validate(section), inputs.hf_config, seed=0)
+        assert len(found) == (is_noted and not overrides)
+        token: Any = torch.tensor([[number, 5]])
+        model(input_ids=token).logits.sum().backward()
+        row = model.get_input_embeddings().weight.grad[number]
+        assert bool(row.any()) == bool(overrides)
+    with_adapters = place.run({"path": str(base)}, shards, adapters={"rank": 2})
+    assert not [note for note in inspect_inputs(with_adapters).notes if rule in note]
+
+
 def test_ids_of_a_base_with_another_tokenizer_are_of_other_tokens(place: Place) -> None:
     base = place.make_base("relabelled", place.num_tokens, eos_token_id=9)
     data = {"path": str(place.root / "shards-plain"), "packing": "best_fit"}

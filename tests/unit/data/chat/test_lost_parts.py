@@ -206,7 +206,7 @@ def test_nothing_is_lost_in_silence(name: str) -> None:
         num_encoded += 1
         lost = lost_parts(messages, tools, tokenizer.decode(allowed.tokens))
         counted = dict(allowed.unrendered)
-        counted.pop("message_keys", None)  # the name of a tool is in its call as well
+        counted.pop("message_keys.name", None)  # the name of a tool is in its call as well
         stripped = counted.pop("stripped_reasoning", 0)
         reasoning = counted.pop("reasoning", 0)
         assert lost.pop("any_reasoning", 0) == stripped + reasoning, title
@@ -328,7 +328,47 @@ def test_keys_of_a_message_that_the_template_ignores_are_counted(is_read: bool) 
     source = CHATML.replace("message['role'] + '\n'", f"{role} + '\n'") if is_read else CHATML
     for allowed in (True, False):
         chats = encoder_of(source, allowed).encode([conversation_bytes(messages)])
-        assert chats.unrendered == ({} if is_read else {"message_keys": 1})
+        assert chats.unrendered == ({} if is_read else {"message_keys.name": 1})
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_keys_of_a_message_whose_values_are_no_text_are_counted_by_key(is_read: bool) -> None:
+    """Numbers, booleans and objects, unless the template writes other text because of them."""
+    keys = {"redacted": False, "turn": 2, "header": {"a": "b"}, "empty": [], "weight": 0}
+    messages = [said("user", "wem?", **keys), {**ANSWERED, "turn": 3, "train": True}]
+    role = "message['role'] + ('!' if message['turn'] == 2 else '')"
+    source = CHATML.replace("message['role'] + '\n'", f"{role} + '\n'") if is_read else CHATML
+    chats = encoder_of(source).encode([conversation_bytes(messages)])
+    expected = {"message_keys.redacted": 1, "message_keys.header": 1}
+    assert chats.unrendered == (expected if is_read else {**expected, "message_keys.turn": 2})
+
+
+RESULT_CONTENTS: list[Any] = [{"success": True}, {"value": 317}, {}, [317], [], 317, 0, False]
+
+
+@pytest.mark.parametrize("content", RESULT_CONTENTS, ids=json.dumps)
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5"])
+def test_a_result_without_text_is_written_or_refused(name: str, content: Any) -> None:
+    """Qwen 3 writes no result that is not text, Qwen 2.5 all. The number is in the call, too."""
+    source = (TEMPLATES / f"{name}.jinja").read_text()
+    call = calling("", {"qtown": "Vzix", "qdays": 317, "qnights": 0})
+    document = conversation_bytes([ASKED, call, result(content), ANSWERED], TOOLS)
+    chats = encoder_of(source, True).encode([document])
+    is_lost = name == "qwen3"
+    assert chats.unrendered == {"message_keys.name": 1, **({"content": 1} if is_lost else {})}
+    problems = encoder_of(source).encode([document]).problems
+    assert ("does not write the content of message 3" in str(problems)) == is_lost
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tools_in_a_message_that_the_template_ignores_are_refused(tools: Any) -> None:
+    messages = [said("system", "Bleed kindly.", tools=tools), ASKED, ANSWERED]
+    chats = encoder_of(CHATML).encode([conversation_bytes(messages)])
+    assert "does not write the key tools of message 1 (tools are a key of the row" in str(
+        chats.problems
+    )
+    allowed = encoder_of(CHATML, True).encode([conversation_bytes(messages)])
+    assert allowed.unrendered == {"tools": 1}
 
 
 def test_an_answer_that_is_dropped_is_not_learned() -> None:
@@ -337,7 +377,7 @@ def test_an_answer_that_is_dropped_is_not_learned() -> None:
     chats = encode(source, "a call", True)
     learned = tokenizer_of(source).decode(chats.tokens[chats.mask])
     assert learned == "wim<|eot_id|>"
-    assert chats.unrendered == {"tool_calls": 1, "tools": 1, "message_keys": 1}
+    assert chats.unrendered == {"tool_calls": 1, "tools": 1, "message_keys.name": 1}
 
 
 @pytest.mark.parametrize("title", ["reasoning of two turns", "thoughts in content"])

@@ -370,7 +370,7 @@ def test_what_a_template_drops_is_counted_of_pairs_that_are_used() -> None:
     assert len(contents) == 2
     chats = encode_rows(encoder_of(LLAMA3), contents, None, "preference").chats
     assert [number for number, _ in chats.problems] == [1]
-    assert chats.unrendered == {"message_keys": 2}
+    assert chats.unrendered == {"message_keys.name": 2}
 
 
 def test_a_pair_that_is_also_a_conversation_is_not_guessed(
@@ -382,6 +382,7 @@ def test_a_pair_that_is_also_a_conversation_is_not_guessed(
     words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--output", tmp_path / "out"]
     assert run(*words) == 2
     said = capsys.readouterr().err
-    assert "the keys of --format messages and of preference -> name the one" in said
+    rule = "the first row has the keys of several formats -> the one that is meant: "
+    assert f"{rule}--format messages, or --format preference\n" in said
     assert run(*words, "--format", "preference") == 0
     assert read_manifest(tmp_path / "out").num_documents("train") == 2

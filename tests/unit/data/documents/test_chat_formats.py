@@ -197,7 +197,7 @@ def test_prompts_and_completions() -> None:
         ("prompt-completion", {"prompt": "a", "completion": []}, "not both text or messages"),
         ("messages", {"messages": MESSAGES, "tools": "{"}, "its tools are text that is not JSON"),
         ("messages", {"messages": MESSAGES, "tools": 7}, "its tools are not a list of objects"),
-        ("messages", {"text": "x"}, "no key 'messages'; keys here: text$"),
+        ("messages", {"text": "x"}, "no key 'messages'; keys here: text -> --format text$"),
     ],
 )
 def test_wrong_shapes_name_the_nearest_format(name: str, row: Any, words: str) -> None:
@@ -445,6 +445,29 @@ PAIR = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
             {"chosen_response": PAIR, "rejected_response": [*PAIR[:1], PAIR[1] | {"content": "b"}]},
             "preference --key chosen=chosen_response --key rejected=rejected_response",
         ),
+        # Text under the key of a conversation is none, and JSON text of one is.
+        ({"chat": "USER: a ASSISTANT: b", "system": "s"}, ""),
+        ({"chat": json.dumps(PAIR)}, "sharegpt --key conversations=chat"),
+        ({"data": PAIR}, "sharegpt --key conversations=data"),
+        (
+            {
+                "input": {"messages": PAIR[:1], "tools": []},
+                "preferred_output": PAIR[1:],
+                "non_preferred_output": [PAIR[1] | {"content": "b"}],
+            },
+            "preference --key chosen=preferred_output --key rejected=non_preferred_output "
+            "--key prompt=input.messages --key tools=input.tools",
+        ),
+        (
+            {"Instruction": "q", "Input": "i", "Output": "a"},
+            "alpaca --key instruction=Instruction --key output=Output --key input=Input",
+        ),
+        ({"input": "q", "output": "a"}, "alpaca --key instruction=input"),
+        ({"inputs": "q", "targets": "a"}, "alpaca --key instruction=inputs --key output=targets"),
+        (
+            {"problem": "q", "solution": "a"},
+            "alpaca --key instruction=problem --key output=solution",
+        ),
     ],
 )
 def test_suggested_options_read_the_row_that_they_are_suggested_for(
@@ -465,6 +488,62 @@ def test_suggested_options_read_the_row_that_they_are_suggested_for(
             assert text in re.findall(r"\b[a-z]\b", content.decode().replace("\\n", " "))
 
 
+@pytest.mark.parametrize(
+    ("more", "unread"),
+    [
+        ({"reasoning": "r"}, "reasoning"),
+        ({"solution": "s", "Explanation": "e"}, "solution, Explanation"),
+        ({"hint": "two words"}, "hint"),
+        ({"reasoning": None, "cot": "", "level": "hard", "steps": ["a b"]}, ""),
+    ],
+)
+def test_a_suggestion_names_the_texts_that_its_options_do_not_read(
+    more: dict[str, Any], unread: str
+) -> None:
+    remedy = remedy_for({"question": "q", "answer": "a", **more})
+    options = " -> --format alpaca --key instruction=question --key output=answer"
+    assert remedy == options + (f" (not read: {unread})" if unread else "")
+
+
+def test_a_list_that_is_not_of_rows_is_not_taken_out() -> None:
+    assert remedy_for({"id": "0", "data": ["q", "a"]}) == ""
+    _, why = document_in({"id": "0", "data": ["q", "a"]}, ("text",), None)
+    assert why.endswith(
+        "name its key: --text-key KEY; or a format and its keys: --format FORMAT --key NAME=KEY"
+    )
+    chat = Conversations(FORMATS["kto"], FORMATS["kto"].keys)
+    assert document_in({"id": 1}, ("prompt",), chat)[1].endswith("name its key: --key prompt=KEY")
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "why"),
+    [
+        ("messages", [{"role": "assistant", "content": None}], "message 1 has the content null"),
+        ("sharegpt", [{"from": "gpt", "value": None}], "message 1 has the content null"),
+        ("messages", [{"role": "assistant"}], "name its key: --key content=KEY"),
+        (
+            "messages",
+            [{"author": "user", "text": "a"}],
+            "keys here: author, text -> name its keys: --key role=KEY --key content=KEY",
+        ),
+        *(
+            (
+                "messages",
+                [{"role": "assistant", "content": "a", name: 0}],
+                f"message 1 has {name}: whether",
+            )
+            for name in ("mask", "masked", "loss_mask", "trainable", "train_on_turn")
+        ),
+    ],
+)
+def test_a_message_that_cannot_be_read_has_a_remedy(
+    name: str, messages: list[dict[str, Any]], why: str
+) -> None:
+    with pytest.raises(ConversationError) as caught:
+        document(name, {FORMATS[name].keys[0]: messages})
+    assert why in str(caught.value)
+
+
 def test_rows_within_a_list_have_a_command_that_takes_them_out() -> None:
     remedy = " -> a file of the rows under 'data': jq -c '.data[]' FILE > rows.jsonl"
     assert remedy_for({"data": [{"text": "a"}], "version": "1.1"}) == remedy
@@ -479,3 +558,40 @@ def test_the_context_of_a_question_is_not_left_out() -> None:
     with pytest.raises(ConversationError, match="context would not be read -> --key input=context"):
         document("alpaca", row)
     assert document("alpaca", row, ignored=("context",))["messages"][0]["content"] == "q"
+
+
+def test_two_kinds_of_tools_or_calls_are_refused() -> None:
+    """One of both would be lost otherwise. An empty list is none."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    row = {"messages": PAIR, "tools": [tool], "functions": [{"name": "g"}]}
+    with pytest.raises(ConversationError, match=r"tools and functions -> .*--ignore-key functions"):
+        document("messages", row)
+    for empty in ([], "[]", None, ""):
+        for key, name in (("tools", "g"), ("functions", "f")):
+            assert f'"name":"{name}"' in json.dumps(
+                document("messages", {**row, key: empty}), separators=(",", ":")
+            )
+    known = FORMATS["messages"]
+    content, why = document_in(
+        row, ("messages",), Conversations(known, known.keys, ignored=("functions",))
+    )
+    assert content is not None, why
+    call = {"name": "f", "arguments": "{}"}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+    with pytest.raises(ConversationError, match="message 1 has tool_calls and function_call"):
+        conversation_bytes([{**answer, "function_call": call}])
+    conversation_bytes([{**answer, "function_call": None}])
+    conversation_bytes([{**answer, "tool_calls": [], "function_call": call}])
+
+
+def test_other_keys_of_parts_are_kept_for_the_count_of_unread_keys() -> None:
+    parts = [
+        {"type": "text", "text": "a", "image_url": None},
+        {"type": "text", "text": "b", "citations": [1], "cache": {"x": 1}},
+    ]
+    for role in ("user", "tool"):
+        (message,) = json.loads(conversation_bytes([{"role": role, "content": parts}]))["messages"]
+        expected = {"content.citations": [1], "content.cache": {"x": 1}}
+        assert message == {"role": role, "content": "ab", **expected}
+    (message,) = json.loads(conversation_bytes([{"role": "tool", "content": []}]))["messages"]
+    assert message["content"] == []

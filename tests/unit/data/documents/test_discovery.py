@@ -143,7 +143,8 @@ def test_bad_lines_are_named_or_skipped(tmp_path: Path, line: bytes, why: str) -
     with pytest.raises(DataError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}:2: {why}")
-    assert str(caught.value).endswith("-> fix it, or skip such documents: --skip-bad")
+    fix = "--format FORMAT --key NAME=KEY" if "body" in why else "-> fix it"
+    assert str(caught.value).endswith(f"{fix}, or skip such documents: --skip-bad")
     assert read(path, skip=True) == ["good", "good"]
 
 

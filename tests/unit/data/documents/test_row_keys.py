@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from pyarrow import Table, parquet
 
@@ -96,7 +97,29 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("messages", {**MESSAGES, "label": False}, "--format kto --key prompt=messages"),
     ("messages", {**MESSAGES, "input_ids": [1]}, "--format tokens"),
-    ("messages", {**MESSAGES, "system_prompt": "s"}, "rename it to system"),
+    (
+        "messages",
+        {**MESSAGES, "system_prompt": "s"},
+        "--format sharegpt --key conversations=messages --key system=system_prompt",
+    ),
+    ("sharegpt", {"conversations": TURNS, "system_message": "s"}, "--key system=system_message"),
+    ("preference", {**PAIR, "system_message": "s"}, "the first message of the prompt"),
+    ("alpaca-chat", {**ALPACA, "system_prompt": "s"}, "--format alpaca --key system=system_prompt"),
+    ("preference", {"input": "a", "chosen": "b", "rejected": "c"}, "--key prompt=input"),
+    ("preference", {**PAIR, "context": "more"}, "its context would not be read -> one text under"),
+    (
+        "prompt-completion",
+        {"prompt": "a", "completion": "b", "input": "c"},
+        "one text under prompt",
+    ),
+    ("messages", {**MESSAGES, "train": False}, "its train is False, which is read in messages"),
+    ("text", {**TEXT, "loss": False}, "its loss is False"),
+    ("text", {**TEXT, "role": "Prompter"}, "it is one message of a conversation"),
+    (
+        "messages",
+        {**MESSAGES, "chat_template_kwargs": {"a": 1}},
+        "at its start, and --ignore-key chat_template_kwargs",
+    ),
     ("messages", {**MESSAGES, "history": [["a", "b"]]}, "its history would not be read"),
     ("alpaca", {**ALPACA, "tools": "[{}]"}, "its tools would not be read"),
     ("sharegpt", {"conversations": TURNS, "objects": {"ref": []}}, "only text is supported"),
@@ -128,6 +151,8 @@ def test_a_key_that_changes_what_is_learned_is_refused(
         ("tokens", {**TOKENS, "token_type_ids": [0, 0, 0], "loss_scale": "[1, 1, 1]"}),
         ("tokens", {"input_ids": "[5, 6, 7]", "position_ids": "[0, 1, 2]"}),
         ("text", {**TEXT, "weight": "1"}),
+        ("text", {**TEXT, "role": "doctor", "loss": 2.5}),
+        ("messages", {**MESSAGES, "train": True, "loss": None}),
     ],
 )
 def test_values_that_change_nothing_are_accepted(name: str, row: dict[str, Any]) -> None:
@@ -362,7 +387,57 @@ def test_ambiguous_pairs_name_one_remedy_that_works(
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     words = ["tokenize", "--input", tmp_path / "rows.jsonl", "--tokenizer", tokenizer]
     assert run(*words, "--output", tmp_path / "out") == 2
-    assert "preference --key prompt=conversations -> name the one" in capsys.readouterr().err
+    assert (
+        "--format sharegpt, or --format preference --key prompt=conversations\n"
+        in capsys.readouterr().err
+    )
     remedy = ["--format", "preference", "--key", "prompt=conversations"]
     assert run(*words, "--output", tmp_path / "out", *remedy) == 0
     assert run(*words, "--output", tmp_path / "no", "--ignore-key", "conversations") == 2
+
+
+def test_the_first_refused_key_is_that_of_the_table_in_any_row() -> None:
+    """So that the remedy for the instruction comes before that for the input."""
+    row = {"input": "a", "instruction": "b", "chosen": "c", "rejected": "d"}
+    for names in (list(row), list(row)[::-1]):
+        assert "--key prompt=instruction" in read("preference", {n: row[n] for n in names})[1]
+
+
+def test_a_path_below_a_refused_key_is_read() -> None:
+    row = {
+        "input": {"messages": CHAT[:1]},
+        "chosen": CHAT[1:],
+        "rejected": [{**CHAT[1], "content": "x"}],
+    }
+    keys = ("chosen", "rejected", "input.messages", "tools")
+    content, why = read("preference", row, keys=keys)
+    assert content is not None, why
+    assert KeyRules("preference", keys).reads("input")
+
+
+def test_a_key_that_may_be_refused_is_no_hint_to_itself() -> None:
+    assert KeyRules("text", ("text",)).meaning("role") == ""
+    assert KeyRules("text", ("text",)).meaning("Weight") == "weight?"
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_keys_of_an_object_of_which_a_path_is_read_are_named(form: str, tmp_path: Path) -> None:
+    """Each by its path, as are keys of other objects below; the rest of the row as before."""
+    meta = {"text": "a b", "title": "t", "more": {"page": 1, "next": "x"}}
+    rows = [{"meta": meta, "url": {"host": "h"}, "id": 7}] * 3
+    source = tmp_path / f"rows.{form}"
+    if form == "jsonl":
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif form == "parquet":
+        parquet.write_table(Table.from_pylist(rows), source)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(source)
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer", QWEN3)
+    words = ["tokenize", "--input", source, "--tokenizer", tokenizer, "--workers", "1"]
+    for keys, unread in (
+        ("meta.text", {"meta.title": 3, "meta.more": 3, "url": 3, "id": 3}),
+        ("meta.text,meta.more.next", {"meta.title": 3, "meta.more.page": 3, "url": 3, "id": 3}),
+    ):
+        out = tmp_path / keys
+        assert run(*words, "--text-key", keys, "--output", out) == 0
+        assert read_manifest(out).unread_keys == unread
