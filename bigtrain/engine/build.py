@@ -95,7 +95,7 @@ def build_engine(
     # Everything that changes the model's modules comes before DeepSpeed wraps it.
     model_plan.isolation.install(model)
     sequence = _divide_sequences(model, mesh) if mesh.topology.sequence_size > 1 else None
-    computes_loss = model_plan.loss.install(model, loss_terms(config.objective)) is not None
+    chunked_loss = model_plan.loss.install(model, loss_terms(config.objective))
     multi_token = None
     if (layers := mtp_layers(model)) is not None:
         from bigtrain.engine.multi_token import MultiTokenLoss
@@ -103,6 +103,8 @@ def build_engine(
         multi_token = MultiTokenLoss(model, layers, config.objective.mtp_weight, device)
     exact = ExactParameters(model, model_plan.parameters.float32_names, device)
     compiled = apply_layer_options(model, config, engine_config, device, model_plan)
+    if compiled and chunked_loss is not None:
+        chunked_loss.compile()
     untrained, expert_size = model_plan.parameters.untrained, mesh.topology.expert_size
     groups = parameter_groups(model, config.optimizer, expert_size, untrained, config.adapters)
     engine = _initialize(model, groups, config, engine_config, device=device, mesh=mesh)
@@ -121,7 +123,7 @@ def build_engine(
             exact=exact,
             moe=config.moe,
             sequence=sequence,
-            computes_loss=computes_loss,
+            computes_loss=chunked_loss is not None,
             is_compiled=compiled,
             terms=loss_terms(config.objective),
             multi_token=multi_token,

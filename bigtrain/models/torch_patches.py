@@ -135,6 +135,11 @@ def divide_graphs_in_callees() -> None:
     torch._dynamo.config.nested_graph_breaks = True
 
 
+def allow_any_length(tensor: torch.Tensor) -> None:
+    """Let a compiled function have one graph for `tensor` [N, ...] of any N but 1."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 def keep_graphs(num_graphs: int) -> None:
     """Let a function have up to `num_graphs` graphs. With more, torch runs it uncompiled, and only
     warns: by default after 8 (torch/_dynamo/config.py, `recompile_limit`), which kinds of layers,

@@ -99,7 +99,8 @@ QUICK = {"slow": False, **IN_STEPS}
 CASES = [
     # ZeRO 3 gathers a layer's parameters before the layer is called.
     Compiled(2, "zero3", sections=compiled(), **QUICK),
-    Compiled(2, "zero3", sections=compiled(gradient_checkpointing="full", **CHUNKS["model"])),
+    # The loss of a chunk's logits has a graph of its own.
+    Compiled(2, "zero3", sections=compiled(**FULL, **CHUNKS["model"]), graphs=2),
     Compiled(2, "zero3", "gpt2", sections=compiled()),
     # Each document attends separately between two graphs, with other lengths in every sample.
     Compiled(
@@ -140,7 +141,7 @@ CASES = [
     # Exchanges of tensor parallelism are operators in the graph.
     Compiled(2, "zero1", degrees=TENSOR, sections=compiled(), **IN_STEPS),
     Compiled(2, "zero3", "qwen3", 1, TENSOR, compiled(gradient_checkpointing="full")),
-    Compiled(2, "zero2", "odd", degrees=TENSOR, sections=compiled(**CHUNKS["model"])),
+    Compiled(2, "zero2", "odd", degrees=TENSOR, sections=compiled(**CHUNKS["model"]), graphs=2),
     Compiled(2, "zero0", "phi3", degrees=TENSOR, sections=compiled()),
     Compiled(2, "zero1", "qwen3_moe", 2, TENSOR, compiled(), graphs=2, breaks=COUNTS),
     Compiled(4, "zero1", "odd", 1, {"tensor": 4}, compiled()),

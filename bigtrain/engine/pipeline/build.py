@@ -63,11 +63,14 @@ def build_pipeline_engine(
     stage = _build_stage(config, hf_config, mesh, model_plan)
     model_plan.isolation.install(stage.model)
     terms = loss_terms(config.objective)
-    computes_loss = stage.is_last and model_plan.loss.install(stage.model, terms) is not None
+    chunked_loss = model_plan.loss.install(stage.model, terms) if stage.is_last else None
     compiled = apply_layer_options(stage.model, config, engine_config, device, model_plan)
+    if compiled and chunked_loss is not None:
+        chunked_loss.compile()
     objective = make_objective(config.objective)
     per_token = not isinstance(objective, NextTokenLoss)
     isolation = model_plan.isolation
+    computes_loss = chunked_loss is not None
     module = StageModule(stage, device, isolation, computes_loss=computes_loss, per_token=per_token)
     exact = ExactParameters(stage.model, model_plan.parameters.float32_names, device)
     pipeline = _stages_module(module, mesh)

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -32,10 +31,11 @@ from bigtrain.models.layers.token_loss import (
     LossTerms,
     Teacher,
     TopTokens,
+    cross_entropies,
     summed_token_loss,
     token_scores,
 )
-from bigtrain.models.torch_patches import shadow, shadowed
+from bigtrain.models.torch_patches import allow_any_length, shadow, shadowed
 
 Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Summed cross-entropy of a weight [V, H], hidden states [N, H], labels [N] and a bias [V]."""
@@ -90,6 +90,8 @@ class ChunkedLoss:
         self._model = model
         self._chunk_tokens = chunk_tokens
         self._fused = fused
+        self._cross_entropies = cross_entropies
+        self._is_compiled = False
         self._head_name, self._base_name = _head_and_base(model)
         self._head: Any = trained_copy(model.get_submodule(self._head_name))
         self._base: Any = model.get_submodule(self._base_name)
@@ -107,6 +109,22 @@ class ChunkedLoss:
         self._loss: torch.Tensor | None = None
         shadow(model, "forward", self.forward)
         shadow(self._head, "forward", self._head_forward)
+
+    def compile(self) -> None:
+        """Compute the cross-entropy of a chunk's logits, without further terms, in kernels that
+        Inductor generates: one or two passes over the logits in their own dtype forward, one
+        backward, where operators make about ten in float32. One graph in training, of any number of
+        tokens."""
+        compiled = torch.compile(cross_entropies)
+
+        def of_any_number(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            allow_any_length(logits)
+            allow_any_length(labels)
+            losses: torch.Tensor = compiled(logits, labels)
+            return losses
+
+        self._cross_entropies = of_any_number
+        self._is_compiled = True
 
     def remove(self) -> None:
         """Restore the model's forward method."""
@@ -225,17 +243,20 @@ class ChunkedLoss:
                 assert chunk_weights is None
                 bias = getattr(self._head, "bias", None)
                 return self._fused(self._head.weight, chunk, labels[part], bias).float()
+            if self._is_compiled and (self._terms == NO_TERMS or not torch.is_grad_enabled()):
+                entropies = self._entropies(chunk, labels[part])
+                return (entropies if chunk_weights is None else entropies * chunk_weights).sum()
             chunk_teacher = teacher and (teacher[0][part], teacher[1][part])
+            logits = self._logits(chunk).float()
             return summed_token_loss(
-                self._logits(chunk), labels[part], self._terms, chunk_teacher, chunk_weights
+                logits, labels[part], self._terms, chunk_teacher, chunk_weights
             )
 
         # Loss and gradients of a chunk at a time.
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
         sums = None if gradients is None else _ChunkGradients(self._head, rows, head_weights)
-        chunk_tokens = len(labels) if self._fused else self._chunk_tokens
-        for start in range(0, len(labels), max(1, chunk_tokens)):
-            part = slice(start, start + chunk_tokens)
+        all_tokens = [slice(0, len(labels))] if len(labels) else []
+        for part in all_tokens if self._fused else self._parts(len(labels)):
             if sums is None:
                 loss += loss_of(part, rows[part])
             else:
@@ -299,24 +320,29 @@ class ChunkedLoss:
         rows = rows if index is None else rows[index]
         scores = rows.new_zeros((len(labels), 1 + 2 * top.count), dtype=torch.float32)
         for part in self._parts(len(labels)):
-            scores[part] = token_scores(self._logits(rows[part]), labels[part], top)
+            logits = self._logits(rows[part]).float()
+            scores[part] = token_scores(logits, labels[part], top)
         if index is not None:
             all_rows = scores.new_zeros((self._labels.numel(), scores.shape[1]))
             scores = all_rows.index_copy_(0, index, scores)
         return scores.view(*self._labels.shape, -1)
 
     def _parts(self, count: int) -> Iterator[slice]:
-        """Yield the chunks of `count` tokens."""
+        """Yield the chunks of `count` tokens. With compiled kernels no chunk has a single token,
+        which would have a graph of its own, unless `count` is 1."""
         for start in range(0, count, self._chunk_tokens):
-            yield slice(start, start + self._chunk_tokens)
+            end = start + self._chunk_tokens
+            if self._is_compiled and end == count - 1:
+                yield slice(start, count)
+                return
+            yield slice(start, end)
 
     def _entropies(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropies of the hidden states `rows` [N, H]: float32 [N]."""
-        logits = self._logits(rows)
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="none")
+        return self._cross_entropies(self._logits(rows), labels)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states `rows` [N, H]: float32 [N, V]."""
+        """Return the logits [N, V] of hidden states `rows` [N, H], in the model's dtype."""
         outputs = type(self._base_outputs)(
             **{**self._base_outputs, "last_hidden_state": rows.unsqueeze(0)}
         )
@@ -326,7 +352,7 @@ class ChunkedLoss:
 
         with self._standing_in(lambda *_, **__: outputs, head):
             logits: torch.Tensor = self._plain_forward(**self._inputs).logits
-        return logits.flatten(0, 1).float()
+        return logits.flatten(0, 1)
 
     @contextmanager
     def _standing_in(self, base: Callable[..., Any], head: Callable[..., Any]) -> Iterator[None]:

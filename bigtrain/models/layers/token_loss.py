@@ -43,6 +43,12 @@ class TopTokens:
     temperature: float = 1.0
 
 
+def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy in nats of each target, float32 [N], 0 without a target: `logits`
+    [N, V], `labels` int64 [N], -100 for none."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="none")
+
+
 def summed_token_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,

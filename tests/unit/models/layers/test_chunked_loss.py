@@ -86,6 +86,44 @@ def test_equals_the_plain_loss(model_type: str, is_head_frozen: bool) -> None:
         assert_same_tensors(gradients_by_name, wanted, limit=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo's look at the logits
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    # Sums of 16-bit gradients of other chunks: 10 tokens at once, or 9 and 1.
+    [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)],
+)
+def test_compiled_chunks_equal_chunks_by_operators_and_share_a_graph(
+    dtype: torch.dtype, limit: float
+) -> None:
+    """One graph, though the last chunk has another size in every step: 9, 6, 1 + 9, 7 and 3."""
+    graphs: list[Any] = []
+
+    def run_by_operators(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    previous_backend = torch.compiler.get_default_backend()
+    torch.compiler.set_default_backend(run_by_operators)
+    try:
+        model, (ids, labels) = model_of("llama", dtype), sample()
+        for num_ignored in (0, 3, 8, 11, 15):
+            labels[1, :num_ignored] = -100
+            chunked = ChunkedLoss(model, 9)
+            expected_loss = model(input_ids=ids, use_cache=False, targets=labels).loss
+            expected = gradients(model, expected_loss)
+            chunked.compile()
+            loss = model(input_ids=ids, use_cache=False, targets=labels).loss
+            gradients_by_name = gradients(model, loss)
+            chunked.remove()
+            assert float(loss.detach()) == pytest.approx(float(expected_loss.detach()), rel=1e-6)
+            assert_same_tensors(gradients_by_name, expected, limit=limit)
+        assert len(graphs) == 1
+    finally:
+        torch.compiler.set_default_backend(previous_backend)
+        torch.compiler.reset()
+
+
 def test_gradients_of_many_chunks_are_added_up_in_float32() -> None:
     """Bit for bit what the plain loss gives for one target after the other, rounded at the end."""
     model, name = model_of("llama", torch.bfloat16), "lm_head.weight"
