@@ -255,8 +255,10 @@ class ChunkedLoss:
         # Loss and gradients of a chunk at a time.
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
         sums = None if gradients is None else _ChunkGradients(self._head, rows, head_weights)
-        all_tokens = [slice(0, len(labels))] if len(labels) else []
-        for part in all_tokens if self._fused else self._parts(len(labels)):
+        parts = list(self._parts(len(labels)))
+        if self._fused is not None:
+            parts = [slice(0, len(labels))] if len(labels) else []
+        for part in parts:
             if sums is None:
                 loss += loss_of(part, rows[part])
             else:
