@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -24,6 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 UPDATE_PARTS = ("gradients", "optimizer", "exchange")
 CAPABILITIES = {"H100": 90, "B200": 100}
 """Devices that steps are priced on, with the compute capability that layers are compiled for."""
+_CROSS_ENTROPY = {
+    *("_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"),
+}
+"""Operators of a chunk's cross-entropy."""
 LIMIT = 0.1
 """Largest relative error of a predicted step that was measured."""
 
@@ -41,20 +46,24 @@ def answers(module: str, argument: Any, *options: str) -> list[Any]:
 
 
 @cache
-def _fused(micro_batch_size: int, size: str, float8: str, capability: int) -> list[Kernel]:
-    """Return the kernels that Inductor generates for a decoder layer, of both passes."""
+def _fused(
+    micro_batch_size: int, size: str, float8: str, capability: int
+) -> tuple[list[Kernel], list[float]]:
+    """Return the kernels that Inductor generates for a decoder layer, of both passes, and the bytes
+    that each kernel of a compiled cross-entropy moves for each logit."""
     point = {**asdict(MEASURED[0].point), "size": size, "micro_batch_size": micro_batch_size}
     point["float8"] = float8
     (schedules,) = answers("benchmarks.gpu_roofline.fused_layer", point, str(capability))
-    update = schedules.pop("update")
+    update, loss_bytes = schedules.pop("update"), schedules.pop("loss")
     # Masters, gradients, moments and factors are read, parameters only written: 30 bytes.
     if update != [{"loads": 5, "stores": 4}]:
         raise RuntimeError(f"the update is not the one kernel that the trace counts: {update}")
-    return [
+    layer_kernels = [
         Kernel("inductor", part_of_fused(kernel["operations"]), kernel["num_bytes"],
                is_in_layer=True, is_backward=way == "backward")
         for way, kernels in schedules.items() for kernel in kernels
     ]  # fmt: skip
+    return layer_kernels, loss_bytes
 
 
 def part_of_fused(operations: Sequence[str]) -> str:
@@ -88,10 +97,34 @@ def kernels_of(row: Row, capability: int = 90) -> list[Kernel]:
     times = SIZES[row.point.size]["num_hidden_layers"] * row.point.accumulation
     outside = [kernel for kernel in kernels if not kernel.is_in_layer or kernel.flops]
     traced_point = row.point
-    fused = _fused(
+    fused, loss_bytes = _fused(
         traced_point.micro_batch_size, traced_point.size, traced_point.float8, capability
     )
+    if row.measured is None:  # the code that was measured did not compile the loss
+        outside = with_fused_loss(outside, loss_bytes)
     return outside + times * fused
+
+
+def with_fused_loss(kernels: Sequence[Kernel], bytes_of_logit: Sequence[float]) -> list[Kernel]:
+    """Return `kernels` with the kernels that Inductor generates for the cross-entropy of each chunk
+    of logits instead of the operators' kernels. bytes_of_logit: that each of them moves for a
+    logit."""
+    softmaxes = [kernel for kernel in kernels if kernel.name == "_log_softmax"]
+    # Beside the operators of the loss: a cast of a chunk's logits to float32, and of their gradient
+    # back (6 bytes for a logit, of which the softmax moves 16).
+    casts = Counter(2 * [kernel.num_bytes * 6 // 16 for kernel in softmaxes])
+    kept = []
+    for kernel in kernels:
+        is_cast = kernel.part == "loss" and kernel.name == "_to_copy"
+        if is_cast and casts[kernel.num_bytes] > 0:
+            casts[kernel.num_bytes] -= 1
+        elif kernel.name not in _CROSS_ENTROPY:
+            kept.append(kernel)
+    return kept + [
+        Kernel("inductor", "loss", round(num_bytes * kernel.num_bytes / 16))
+        for kernel in softmaxes
+        for num_bytes in bytes_of_logit
+    ]
 
 
 def shape_of(row: Row) -> Shape:

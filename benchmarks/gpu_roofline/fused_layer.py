@@ -4,7 +4,8 @@ Triton on the path; CAPABILITY: 90 for H100, 100 for B200. Nothing is run; what 
 stood in for as in `benchmarks.flex_proof`.
 
 Prints JSON: for the forward and the backward pass the bytes of each kernel that Inductor generates
-after fusion, and how many tensors the kernel of the optimizer's update loads and stores. Products
+after fusion, how many tensors the kernel of the optimizer's update loads and stores, and the bytes
+that the kernels of a chunk's cross-entropy move for each logit. Products
 and attention are kernels of libraries, compiled or not.
 """
 
@@ -62,7 +63,39 @@ def fused_kernels(point: Any, capability: int) -> dict[str, Any]:
         except RuntimeError as error:
             if "compiled without CUDA" not in str(error):
                 raise
-    return {**schedules, "update": _fused_update()}
+    layer_kernels = {way: [*kernels] for way, kernels in schedules.items()}
+    loss_bytes = _fused_loss(schedules)
+    return {**layer_kernels, "loss": loss_bytes, "update": _fused_update()}
+
+
+def _fused_loss(schedules: dict[str, list[dict[str, Any]]]) -> list[float]:
+    """Return the bytes that each kernel of a compiled cross-entropy moves for each logit, forward
+    and backward. `schedules`: which Inductor fills."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from bigtrain.models.layers.token_loss import cross_entropies
+    from bigtrain.models.torch_patches import allow_any_length
+
+    torch._dynamo.reset()
+    for kernels in schedules.values():
+        kernels.clear()
+    num_tokens, vocabulary_size = 2048, 128256
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        logits = torch.empty(
+            (num_tokens, vocabulary_size), device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        labels = torch.empty(num_tokens, device="cuda", dtype=torch.int64)
+        allow_any_length(logits)
+        allow_any_length(labels)
+        try:
+            torch.compile(cross_entropies)(logits, labels)
+        except RuntimeError as error:
+            if "compiled without CUDA" not in str(error):
+                raise
+    return [
+        kernel["num_bytes"] / logits.numel() for kernels in schedules.values() for kernel in kernels
+    ]
 
 
 def _fused_update() -> list[dict[str, int]]:

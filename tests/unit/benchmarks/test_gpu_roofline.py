@@ -14,7 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.gpu_proof.fake_cuda import why_not
 from benchmarks.gpu_roofline import __main__ as gpu_roofline
-from benchmarks.gpu_roofline.__main__ import LIMIT, kernels_of, part_of_fused, shape_of
+from benchmarks.gpu_roofline.__main__ import (
+    LIMIT,
+    kernels_of,
+    part_of_fused,
+    shape_of,
+    with_fused_loss,
+)
 from benchmarks.gpu_roofline.kernel import Kernel
 from benchmarks.gpu_roofline.layouts import (
     AIM,
@@ -357,7 +363,7 @@ def test_layers_are_compiled_for_the_capability(monkeypatch: pytest.MonkeyPatch)
         fused = {"forward": [{"operations": ["aten.exp"], "num_bytes": 7}], "backward": []}
         traced = {"name": "mul", "part": "norms", "num_bytes": 5, "is_in_layer": True}
         update = [{"loads": 5, "stores": 4}]
-        fused_step = {**fused, "update": update}
+        fused_step = {**fused, "update": update, "loss": [2.0, 4.0]}
         return [fused_step if module.endswith("fused_layer") else [{**traced, "product": None}]]
 
     monkeypatch.setattr(gpu_roofline, "answers", answer)
@@ -367,3 +373,23 @@ def test_layers_are_compiled_for_the_capability(monkeypatch: pytest.MonkeyPatch)
     gpu_roofline._fused.cache_clear()
     assert options == [("traced_step",), ("fused_layer", "100")]
     assert [kernel.num_bytes for kernel in kernels] == [7] * SIZES["1b"]["num_hidden_layers"]
+
+
+def test_a_compiled_loss_replaces_the_operators_of_each_chunk_and_nothing_else() -> None:
+    """A head of as many elements as a chunk has logits is cast, too."""
+    logits = 2048 * 128256
+
+    def of_loss(name: str, bytes_of_logit: int, count: int = 1) -> list[Kernel]:
+        return count * [Kernel(name, "loss", bytes_of_logit * logits)]
+
+    chunk = [
+        *of_loss("_to_copy", 6, 2),
+        *of_loss("_log_softmax", 16),
+        *of_loss("nll_loss_forward", 0),
+        *of_loss("nll_loss_backward", 4),
+        *of_loss("_log_softmax_backward_data", 20),
+    ]
+    others = [*of_loss("add_", 10), *of_loss("_to_copy", 6), Kernel("mul", "norms", 5)]
+    kernels = with_fused_loss([*chunk, *chunk, *others], [2.0, 4.0])
+    assert kernels[: len(others)] == others
+    assert [kernel.num_bytes / logits for kernel in kernels[len(others) :]] == [2, 4, 2, 4]
