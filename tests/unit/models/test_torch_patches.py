@@ -318,6 +318,7 @@ CONTRACTS = [
         "nested_graph_breaks",
     ),
     has(torch_patches.keep_graphs, lambda: torch._dynamo.config, "recompile_limit"),
+    has(torch_patches.allow_any_length, lambda: torch._dynamo, "maybe_mark_dynamic"),
     has(torch_patches.named_group, lambda: dist.distributed_c10d, "_resolve_process_group"),
     Contract(
         torch_patches.gloo_group,
