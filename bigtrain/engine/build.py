@@ -102,9 +102,9 @@ def build_engine(
 
         multi_token = MultiTokenLoss(model, layers, config.objective.mtp_weight, device)
     exact = ExactParameters(model, model_plan.parameters.float32_names, device)
-    compiled = apply_layer_options(model, config, engine_config, device, model_plan)
-    if compiled and chunked_loss is not None:
-        chunked_loss.compile()
+    compiled = apply_layer_options(
+        model, config, engine_config, device, model_plan, chunked_loss=chunked_loss
+    )
     untrained, expert_size = model_plan.parameters.untrained, mesh.topology.expert_size
     groups = parameter_groups(model, config.optimizer, expert_size, untrained, config.adapters)
     engine = _initialize(model, groups, config, engine_config, device=device, mesh=mesh)

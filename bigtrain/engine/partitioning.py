@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -30,6 +30,9 @@ from bigtrain.models.transformers_patches import modules_of_experts, trace_dora
 from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from bigtrain.models.layers.chunked_loss import ChunkedLoss
 
 
 def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
@@ -156,11 +159,13 @@ def apply_layer_options(
     engine_config: EngineConfig,
     device: torch.device,
     plan: ModelPlan,
+    *,
+    chunked_loss: ChunkedLoss | None,
 ) -> bool:
     """Apply the run's noise on embeddings, kernels, tiles, activation offload and compilation to a
-    complete `model` (split into its stage, filled, loss installed); return whether its layers are
-    compiled. Raises ModelError if decoder layers of transformers' kind are needed and there are
-    none."""
+    complete `model` (split into its stage, filled, `chunked_loss` installed); return whether its
+    layers, and the loss of chunks, are compiled. Raises ModelError if decoder layers of
+    transformers' kind are needed and there are none."""
     section = config.model
     if section.neftune_noise_alpha is not None:
         from bigtrain.models.layers.embedding_noise import add_embedding_noise
@@ -178,6 +183,8 @@ def apply_layer_options(
         offload_checkpoints(model, device.type)
     if not fast_path.compiles:
         return False
+    if chunked_loss is not None:
+        chunked_loss.compile()
     if section.tiled_mlp != "off":
         from bigtrain.models.layers.tiled_mlp import compile_tiles
 

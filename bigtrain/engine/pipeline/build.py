@@ -64,9 +64,9 @@ def build_pipeline_engine(
     model_plan.isolation.install(stage.model)
     terms = loss_terms(config.objective)
     chunked_loss = model_plan.loss.install(stage.model, terms) if stage.is_last else None
-    compiled = apply_layer_options(stage.model, config, engine_config, device, model_plan)
-    if compiled and chunked_loss is not None:
-        chunked_loss.compile()
+    compiled = apply_layer_options(
+        stage.model, config, engine_config, device, model_plan, chunked_loss=chunked_loss
+    )
     objective = make_objective(config.objective)
     per_token = not isinstance(objective, NextTokenLoss)
     isolation = model_plan.isolation

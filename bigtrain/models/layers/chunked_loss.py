@@ -111,10 +111,9 @@ class ChunkedLoss:
         shadow(self._head, "forward", self._head_forward)
 
     def compile(self) -> None:
-        """Compute the cross-entropy of a chunk's logits, without further terms, in kernels that
-        Inductor generates: one or two passes over the logits in their own dtype forward, one
-        backward, where operators make about ten in float32. One graph in training, of any number of
-        tokens."""
+        """Compute the cross-entropy of a chunk's logits, without further terms, in two kernels that
+        Inductor generates, of the logits in their dtype: forward and backward. Operators take about
+        ten kernels, of float32. One graph in training, of any number of tokens."""
         compiled = torch.compile(cross_entropies)
 
         def of_any_number(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
