@@ -96,10 +96,8 @@ def kernels_of(row: Row, capability: int = 90) -> list[Kernel]:
         return kernels
     times = SIZES[row.point.size]["num_hidden_layers"] * row.point.accumulation
     outside = [kernel for kernel in kernels if not kernel.is_in_layer or kernel.flops]
-    traced_point = row.point
-    fused, loss_bytes = _fused(
-        traced_point.micro_batch_size, traced_point.size, traced_point.float8, capability
-    )
+    point_of_layer = (row.point.micro_batch_size, row.point.size, row.point.float8)
+    fused, loss_bytes = _fused(*point_of_layer, capability)
     if row.measured is None:  # the code that was measured did not compile the loss
         outside = with_fused_loss(outside, loss_bytes)
     return outside + times * fused

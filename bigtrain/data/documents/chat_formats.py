@@ -380,8 +380,8 @@ def document_in(
             name_a_key = "--text-key KEY; or a format and its keys: --format FORMAT --key NAME=KEY"
         else:
             name_a_key = f"--key {chat.format.keys[0]}=KEY"
-        unknown = " -> --format text" if chat and "text" in tree else NAME_A_KEY + name_a_key
-        return Extracted(None, missing + (remedy_for(tree) or unknown))
+        other_remedy = " -> --format text" if chat and "text" in tree else NAME_A_KEY + name_a_key
+        return Extracted(None, missing + (remedy_for(tree) or other_remedy))
     if chat is not None:
         row = {key: value_at(tree, key) for key in chat.key_rules.read_keys}
         row |= {key: tree[key] for key in chat.key_rules.refused.keys() & tree.keys()}

@@ -67,9 +67,10 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
     # As in transformers, a key with value None counts as absent.
     cleaned = []
     for number, message in enumerate(messages, 1):
-        given = {key: value for key, value in message.items() if value is not None}
+        present_values = {key: value for key, value in message.items() if value is not None}
         is_null = "content" in message and message["content"] is None
-        cleaned.append(_with_text(number, _with_parsed_calls(number, given), is_null=is_null))
+        parsed = _with_parsed_calls(number, present_values)
+        cleaned.append(_with_text(number, parsed, is_null=is_null))
     # Answers before the last one get a weight of 0, which every reader of the document knows.
     if last_only:
         answers = [number for number, message in enumerate(cleaned) if is_learned(message)]

@@ -110,8 +110,8 @@ class KeyRules:
         for entry in ROW_KEYS:
             if entry.action == "not read" and key in entry.names and self.format in entry.formats:
                 return entry.text
-        others = [name for name in (*self.refused, *self.read_keys) if name != key]
-        spelled = {_spelling(name): name for name in others}
+        other_keys = [name for name in (*self.refused, *self.read_keys) if name != key]
+        spelled = {_spelling(name): name for name in other_keys}
         close = get_close_matches(_spelling(key), spelled, 1, 0.8)
         return f"{spelled[close[0]]}?" if close else ""
 

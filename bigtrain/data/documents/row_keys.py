@@ -37,10 +37,6 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _is_false(value: object, values: Values) -> bool:
-    return value is False
-
-
 def _is_speaker(value: object, values: Values) -> bool:
     """Return whether the value is the role of a message."""
     return isinstance(value, str) and value.lower() in SPEAKERS
@@ -425,7 +421,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "refused",
         "its {name} is {value}, which is read in messages only -> remove the row; or "
         "--ignore-key {name}",
-        _is_false,
+        lambda value, _: value is False,
         is_named=True,
     ),
     RowKey(

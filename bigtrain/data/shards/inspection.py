@@ -299,16 +299,17 @@ def _dropped_parts(counts: Mapping[str, int]) -> list[str]:
     message_keys: list[str] = []
     lines = []
     for part_kind, count in counts.items():
-        kind, _, key = part_kind.partition(".")
+        name, _, key = part_kind.partition(".")
         if key:
             message_keys.append(f"{key} ({count:,})")
         else:
-            lines.append(f"  dropped:  {KINDS.get(kind, kind)}: {count:,}")
+            lines.append(f"  dropped:  {KINDS.get(name, name)}: {count:,}")
     if message_keys:
-        shown, num_others = ", ".join(message_keys[:20]), len(message_keys) - 20
-        others = f", and {num_others} others" if num_others > 0 else ""
+        key_texts, num_others = ", ".join(message_keys[:20]), len(message_keys) - 20
+        if num_others > 0:
+            key_texts += f", and {num_others} others"
         rule = "keys of messages that the chat template does not read"
-        lines.append(f"  dropped:  {rule}: {shown}{others}")
+        lines.append(f"  dropped:  {rule}: {key_texts}")
     return lines
 
 
