@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bigtrain.models.tracing.meta_trace import trace_model
 from bigtrain.planner.memory import peak_memory
-from bigtrain.planner.run_prediction import auto_loss_chunk, layout_of
+from bigtrain.planner.run_prediction import auto_loss_chunk, fast_path_elsewhere, layout_of
 from bigtrain.planner.tables.engines import engine_named
 from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, read_deepspeed_config
 from bigtrain.settings.resolve import resolve_run
@@ -59,6 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
 PAIRS = {"objective": {"type": "preference", "loss": "sigmoid"}}
 CHUNKS = {"loss": "chunked", "loss_chunk_tokens": 64}
 TILES = {"tiled_mlp": 8, **CHUNKS}
+COMPILED = {"compile": "on", "loss": "auto", "loss_chunk_tokens": 128}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero0": ("zero0", {}),
     "zero1": ("zero1", {}),
@@ -79,6 +80,15 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero0 bf16": ("zero0", {"precision": {"dtype": "bfloat16"}}),
     "zero2 bf16": ("zero2", {"precision": {"dtype": "bfloat16"}}),
     "zero3 bf16": ("zero3", {"precision": {"dtype": "bfloat16"}}),
+    "zero1 compiled": ("zero1", {"model": COMPILED}),
+    "zero1 bf16 compiled": ("zero1", {"model": COMPILED, "precision": {"dtype": "bfloat16"}}),
+    "zero1 bf16 chunk of all tokens": (
+        "zero1",
+        {
+            "model": {**COMPILED, "loss_chunk_tokens": 100_000},
+            "precision": {"dtype": "bfloat16"},
+        },
+    ),
     "zero1 tp2": ("zero1", {"parallel": {"tensor": 2}}),
     "zero1 pp2": ("zero1", {"parallel": {"pipeline": 2}}),
     "zero1 sp2": ("zero1", {"parallel": {"sequence": 2}}),
@@ -229,7 +239,7 @@ def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
     hf_config = AutoConfig.from_pretrained(config.model.path)
     dtype = getattr(torch, config.precision.dtype)
     model = trace_model(hf_config, dtype, frozen=config.model.frozen)
-    layout = layout_of(run)
+    layout = layout_of(run, fast_path=fast_path_elsewhere(run, is_cpu=True))
     num_tokens = layout.tokens_per_micro_batch
     loss_chunk_tokens = auto_loss_chunk(config.model, model, num_tokens)
     layout = replace(layout, loss_chunk_tokens=loss_chunk_tokens)

@@ -70,6 +70,12 @@ class ObjectiveSection(  # pydantic lists the fields of the last base first
         objective_class: type[ObjectiveKind[Any]] = KINDS.get(self.type, UserObjective)
         return objective_class(self)
 
+    @property
+    def adds_loss_terms(self) -> bool:
+        """Whether terms are added to the cross-entropy of a token in training."""
+        smooths_targets = self.kind.is_next_token and self.label_smoothing > 0
+        return smooths_targets or self.z_loss > 0 or self.kind.teacher_weight > 0
+
     @classmethod
     def descriptions(cls) -> dict[str, str]:
         summaries = [f"{name}: {objective.summary}" for name, objective in KINDS.items()]

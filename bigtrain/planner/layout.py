@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bigtrain.settings.degrees import Degrees
+from bigtrain.settings.fast_path import LossKernels
 from bigtrain.settings.sections.model import auto_tiles
 from bigtrain.settings.sections.optimizer import facts_of_optimizer
 from bigtrain.settings.sections.running import copies_stored
@@ -69,7 +70,7 @@ class Layout(Degrees):
     in main memory. `rows_per_sample`: 2 for pairs of answers; `num_reference_rows`: rows of forward
     passes without gradients for each sample. `tiled_mlp`: as ``model.tiled_mlp``.
     `fused_layers`: elementwise operations of the layers are fused (compiled, or Liger's kernels);
-    `fused_loss`: so are those of the loss; `float8`: products of the layers are in 8 bits.
+    `loss_kernels`: kernels of the loss of logits; `float8`: products of the layers are in 8 bits.
     `num_virtual_stages`: per rank, of interleaved pipelines. `copies_states`: a checkpoint is
     written from a copy in main memory while training continues. `memory_every_steps`: between
     checkpoints in memory of the hosts, None without; `partner_copies`: copies per checkpoint on
@@ -89,7 +90,7 @@ class Layout(Degrees):
     loss_chunk_tokens: int | None = None
     tiled_mlp: Literal["auto", "off"] | int = "off"
     fused_layers: bool = False
-    fused_loss: bool = False
+    loss_kernels: LossKernels = "operators"
     float8: bool = False
     tensor_sequence: bool = False
     num_virtual_stages: int = 1

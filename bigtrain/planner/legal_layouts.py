@@ -25,8 +25,9 @@ from bigtrain.settings.sections.model import ModelSection
 class SearchSpace:
     """Parameters that determine the layouts of a run. `facts`: facts of the run, for the rules.
     `base`: what all layouts have in common. `varies`: whether loss and buckets may differ from a
-    run's defaults. `section`, `machine`: decide
-    loss and kernels. `required`: fields of a layout that are not searched, with their values."""
+    run's defaults. `section`, `machine`, `adds_loss_terms` (to cross-entropies in training):
+    decide loss and kernels. `required`: fields of a layout that are not searched, with their
+    values."""
 
     model: ModelCosts
     facts: Facts
@@ -34,6 +35,7 @@ class SearchSpace:
     global_batch_size: int
     section: ModelSection
     machine: LayerMachine
+    adds_loss_terms: bool = False
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -43,13 +45,14 @@ class SearchSpace:
         return all(self.required.get(name, value) == value for name, value in fields.items())
 
     def with_kernels(self, layout: Layout) -> Layout:
-        """Return `layout` with fused layers if a run with the layout fuses them."""
+        """Return `layout` with the kernels of its layers and its loss."""
         sizes = layout.model_degrees()
         facts = _facts_of(self.facts, layout.zero_stage, layout.world_size, sizes) | Facts(
             tiled_mlp=layout.tiled_mlp, activation_offload=layout.offload_activations
         )
-        fuses = choose_fast_path(self.section, facts, self.machine).fuses_layers
-        return layout.changed(fused_layers=fuses)
+        path = choose_fast_path(self.section, facts, self.machine)
+        loss_kernels = path.loss_kernels(self.section.loss, adds_terms=self.adds_loss_terms)
+        return layout.changed(fused_layers=path.fuses_layers, loss_kernels=loss_kernels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +155,9 @@ def legal_savings(layout: Layout, request: SearchSpace) -> list[dict[str, Any]]:
     if legal(Facts(activation_offload=True)):
         layer_savings += [activations, *({**activations, **changes} for changes in layer_savings)]
     for changes in layer_savings:
-        changes["fused_layers"] = request.with_kernels(layout.changed(**changes)).fused_layers
+        with_kernels = request.with_kernels(layout.changed(**changes))
+        changes["fused_layers"] = with_kernels.fused_layers
+        changes["loss_kernels"] = with_kernels.loss_kernels
     options, optimizer = list(layer_savings), {"offload_optimizer": True}
     if legal(Facts(offload_optimizer="cpu")):
         options += [{**optimizer, **changes} for changes in ({}, full, *layer_savings)]

@@ -441,22 +441,30 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
     further_bytes = hidden_bytes + model.element_bytes * model.vocabulary_size * model.hidden_size
     further_bytes *= model.num_further_losses
     # Further losses are computed in chunks, also where one chunk has all tokens.
-    is_chunked = layout.loss_chunk_tokens is not None or model.num_further_losses > 0
+    sums_chunks = layout.loss_chunk_tokens is not None or model.num_further_losses > 0
+    is_chunked = sums_chunks or layout.loss_kernels == "compiled"
     if is_chunked:
         num_tokens = min(num_tokens, layout.loss_chunk_tokens or num_tokens)
         if model.trains_head:
             # Gradients of the head are added up over the chunks.
             head_elements = model.vocabulary_size * model.hidden_size / layout.tensor_size
-            # A chunk's gradient in float32 and the sum; Liger's kernel has only a sum in 16 bits.
-            head_sum_bytes = (model.element_bytes if layout.fused_loss else 8.0) * head_elements
+            # A chunk's gradient in float32 and the sum; of Liger's kernel, and of one chunk, there
+            # is only a gradient in 16 bits.
+            has_sum = sums_chunks and layout.loss_kernels != "liger"
+            head_sum_bytes = (8.0 if has_sum else model.element_bytes) * head_elements
     num_logits = num_tokens * model.vocabulary_size
     if not engine.is_deepspeed:
         logit_bytes = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return _LossBytes(head_sum_bytes + num_logits * logit_bytes, 0.0)
-    # Logits, their logarithms, and their gradients; float32 except for 16-bit logits, and in the
-    # logits' place where the loss is fused. Every tensor-parallel rank has all columns, in addition
-    # to its shard and the gather buffer.
-    logits_bytes = num_logits * (model.element_bytes + (0.0 if layout.fused_loss else 12.0))
+    # Logits, their logarithms, and their gradients; float32 except for 16-bit logits. Compiled,
+    # there are gradients in 16 bits; Liger's are in the logits' place. Further losses are not
+    # compiled. Every tensor-parallel rank has all columns, in addition to its shard and the gather
+    # buffer.
+    added_bytes = {"operators": 12.0, "compiled": float(model.element_bytes), "liger": 0.0}
+    kernels = layout.loss_kernels
+    if kernels == "compiled" and model.num_further_losses > 0:
+        kernels = "operators"
+    logits_bytes = num_logits * (model.element_bytes + added_bytes[kernels])
     if layout.tensor_size > 1:
         logits_bytes += num_logits * model.element_bytes * (1 + 1 / layout.tensor_size)
     if is_chunked:

@@ -17,7 +17,13 @@ from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import offload_device
 from bigtrain.settings.deepspeed.keys import value_at
-from bigtrain.settings.fast_path import ANY_CUDA, CPU, FastPath, choose_fast_path
+from bigtrain.settings.fast_path import (
+    ANY_CUDA,
+    CPU,
+    SINGLE_KERNELS,
+    FastPath,
+    choose_fast_path,
+)
 from bigtrain.settings.hf_config_keys import inspect_configuration
 from bigtrain.settings.resolve import ResolvedRun
 from bigtrain.settings.run_config import ModelSection, OptimizerSection
@@ -189,7 +195,7 @@ def layout_of(
     loss_chunk_tokens: int | None = None,
     *,
     has_partners: bool = True,
-    fast_path: FastPath | None = None,
+    fast_path: FastPath = SINGLE_KERNELS,
 ) -> Layout:
     """Return the layout of `run`. `loss_chunk_tokens`: tokens whose logits exist at a time, None
     for all; `has_partners`: hosts have others to keep copies of checkpoints in memory; `fast_path`:
@@ -215,8 +221,10 @@ def layout_of(
         offload_parameters=offload_device(run.engine.deepspeed, "offload_param") is not None,
         offload_activations=config.model.activation_offload,
         loss_chunk_tokens=loss_chunk_tokens,
-        fused_layers=fast_path is not None and fast_path.fuses_layers,
-        fused_loss=config.model.loss == "liger",
+        fused_layers=fast_path.fuses_layers,
+        loss_kernels=fast_path.loss_kernels(
+            config.model.loss, adds_terms=config.objective.adds_loss_terms
+        ),
         float8=config.precision.float8 != "none",
         tiled_mlp=config.model.tiled_mlp,
         parameter_bytes=DTYPE_BYTES[dtype],

@@ -227,10 +227,12 @@ def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
             else None
         )
     for loss in losses:
+        is_plain = loss is None and layout.loss_chunk_tokens is not None
         for bucket in buckets:
             variant = replace(
                 layout,
                 loss_chunk_tokens=loss,
+                loss_kernels="operators" if is_plain else layout.loss_kernels,
                 reduce_bucket_elements=bucket,
                 gather_bucket_elements=bucket,
             )

@@ -273,7 +273,6 @@ def _request(
             gather_bucket_elements=bucket_elements,
             overlap_communication=False,
             tiled_mlp=config.model.tiled_mlp,
-            fused_loss=config.model.loss == "liger",
             float8=config.precision.float8 != "none",
             optimizer=optimizer_costs(config.optimizer),
             copies_states=config.checkpoint.asynchronous,
@@ -285,6 +284,7 @@ def _request(
         global_batch_size=config.batch.samples_per_step,
         section=config.model,
         machine=CPU if cluster.device.is_cpu else ANY_CUDA,
+        adds_loss_terms=config.objective.adds_loss_terms,
         required=required,
     )
 

@@ -14,9 +14,13 @@ from typing import Literal
 
 from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
-from bigtrain.settings.sections.model import ModelSection
+from bigtrain.settings.sections.model import LossKind, ModelSection
 
 TRITON, LIGER = "triton", "liger_kernel"
+
+LossKernels = Literal["operators", "compiled", "liger"]
+"""What computes cross-entropies of logits, and their gradients: an operator of PyTorch at a time,
+two kernels that Inductor generates, or Liger's kernel, which computes the head's products, too."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,14 @@ class FastPath:
         """Whether elementwise operations of the layers are fused."""
         return self.compiles or self.kernels == "liger"
 
+    def loss_kernels(self, loss: LossKind, *, adds_terms: bool) -> LossKernels:
+        """Return the kernels of a loss of ``model.loss``. The loss of chunks is compiled where
+        layers are compiled. adds_terms: terms are added to its cross-entropies in training."""
+        if loss == "liger":
+            return "liger"
+        is_compiled = self.compiles and loss != "plain" and not adds_terms
+        return "compiled" if is_compiled else "operators"
+
     @property
     def words(self) -> str:
         """The kernels that are used, for a log line."""
@@ -59,6 +71,9 @@ class FastPath:
         """Return what is used, and what ``auto`` refused and why, as one line of a log."""
         text = f"layers: {self.words}"
         return f"{text} (not {'; not '.join(self.refused)})" if self.refused else text
+
+
+SINGLE_KERNELS = FastPath("none", compiles=False)
 
 
 def choose_fast_path(

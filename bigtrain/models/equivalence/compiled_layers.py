@@ -36,10 +36,8 @@ from bigtrain.models.experts import ExpertCounts, auxiliary_loss
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.document_attention import Isolation
 from bigtrain.models.layers.document_masks import document_attention
-from bigtrain.models.layers.kernels import machine_of
 from bigtrain.models.layers.plans import MAY_COMPILE, CompilationPlan
 from bigtrain.models.layers.recurrence.functions import has_replaced_functions
-from bigtrain.settings.fast_path import TRITON
 from bigtrain.settings.run_config import RunConfig
 
 KEY = "model.compile"
@@ -53,11 +51,8 @@ def plan_compilation(
     config: RunConfig, hf_config: PreTrainedConfig, isolation: Isolation
 ) -> tuple[CompilationPlan, list[Problem]]:
     """Return whether layers of `hf_config` can be compiled, and the problem if they cannot and the
-    run asks for it. For ``on``, and for ``auto`` on a machine with CUDA. Takes a few seconds."""
+    run asks for it; where layers may be compiled. Takes a few seconds."""
     section = config.model
-    may_compile = section.kernels != "liger" and TRITON in machine_of("cuda").packages
-    if section.compile == "auto" and not may_compile:
-        return MAY_COMPILE, []
     failure, num_graphs = try_compilation(
         hf_config, section.attention, config.batch.sequence_length, isolation
     )

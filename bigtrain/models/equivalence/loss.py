@@ -33,6 +33,7 @@ from bigtrain.models.equivalence.trial import (
 )
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.models.layers.kernels import may_compile
 from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
@@ -45,8 +46,9 @@ def choose_loss(
     config: RunConfig, hf_config: PreTrainedConfig, plan: BatchPlan
 ) -> tuple[LossPlan, list[Problem]]:
     """Choose the loss of a run with the micro-batches of `plan`; also return problems with the
-    chosen loss. ``auto`` uses chunks if the logits exceed one chunk and a proxy model computes the
-    same in chunks. Takes a second at most, and no time if the logits are small."""
+    chosen loss. ``auto`` uses chunks if the logits exceed one chunk, or if layers may be compiled
+    and with them the loss of a chunk, and a proxy model computes the same in chunks. Takes a second
+    at most, and no time with small logits on a CPU."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
     num_tokens = plan.micro_batch_tokens // config.parallel.degrees.sequence_size
     num_chunk_tokens = chunk_tokens(vocabulary, section.loss_chunk_tokens)
@@ -63,7 +65,9 @@ def choose_loss(
     if section.loss == "plain":
         return plain("model.loss=plain")
     needs_chunks = num_trained_mtp_layers(hf_config) > 0
-    if section.loss == "auto" and num_tokens <= num_chunk_tokens and not needs_chunks:
+    is_compiled = may_compile(section) and not config.objective.adds_loss_terms
+    saves = num_tokens > num_chunk_tokens or is_compiled
+    if section.loss == "auto" and not saves and not needs_chunks:
         return plain(size)
     loss_type: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
     # Chunks may change the result of a model: a proxy model shows it.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
-from torch.cuda import is_available as is_cuda_available
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -28,6 +27,7 @@ from bigtrain.models.equivalence.parameter_plan import (
     plan_parameters,
 )
 from bigtrain.models.layers.document_attention import Isolation
+from bigtrain.models.layers.kernels import may_compile
 from bigtrain.models.layers.parameters import check_frozen, freeze
 from bigtrain.models.layers.plans import (
     MAY_COMPILE,
@@ -136,7 +136,7 @@ def choose(
         tiles, tile_problems = choose_tiles(config, hf_config, plan, parameters.float32_names)
     problems += float8_problems + tile_problems
     compilation = MAY_COMPILE
-    if config.model.compile == "on" or (config.model.compile == "auto" and is_cuda_available()):
+    if may_compile(config.model):
         from bigtrain.models.equivalence.compiled_layers import plan_compilation
 
         compilation, compilation_problems = plan_compilation(config, hf_config, isolation)

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch.cuda import is_available as is_cuda_available
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bigtrain.errors import Problem
@@ -17,6 +18,7 @@ from bigtrain.settings.deepspeed.engine_config import EngineConfig
 from bigtrain.settings.fast_path import CPU, LIGER, TRITON, FastPath, LayerMachine, choose_fast_path
 from bigtrain.settings.hf_config_keys import EXPERTS, number_of
 from bigtrain.settings.run_config import RunConfig
+from bigtrain.settings.sections.model import ModelSection
 from bigtrain.system.extras import install_line
 
 _OPTIONS = {
@@ -51,6 +53,15 @@ def machine_of(device_type: str) -> LayerMachine:
         return CPU
     packages = frozenset(n for n in (TRITON, LIGER) if importlib.util.find_spec(n) is not None)
     return LayerMachine(True, packages, frozenset(_patches()) if LIGER in packages else frozenset())
+
+
+def may_compile(section: ModelSection) -> bool:
+    """Return whether layers may be compiled on this machine: for ``on``, and for ``auto`` with CUDA
+    and Triton, unless Liger's kernels are asked for."""
+    if section.compile != "auto":
+        return section.compile == "on"
+    is_free = section.kernels != "liger" and is_cuda_available()
+    return is_free and TRITON in machine_of("cuda").packages
 
 
 def fast_path_of(

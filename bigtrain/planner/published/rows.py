@@ -232,7 +232,7 @@ def _layout(row: Row, engine: Engine, model: ModelCosts, element_bytes: int) -> 
         offload_optimizer=zero > 0 and "optimizer" in moved,
         offload_parameters=zero == 3 and "parameters" in moved,
         offload_activations="activations" in moved and recompute_name == "full",
-        fused_loss=has_fused_loss(row),
+        loss_kernels="liger" if has_fused_loss(row) else "operators",
     )
 
 

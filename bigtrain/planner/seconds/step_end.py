@@ -17,10 +17,11 @@ ADAMW_HOST_BYTES = 28
 and writes the master and two moments."""
 
 
-FUSED_LOSS_BYTES = 8.0
-"""Bytes of a logit that a fused cross-entropy moves: it reads 16-bit logits for the sum of their
-exponentials, reads them again, and writes the gradient in their place; the sum reads them twice
-where a row is too wide for one block."""
+LOGIT_PASSES = {"compiled": 3.0, "liger": 4.0}
+"""How often a fused cross-entropy reads or writes its logits, or gradients as wide: it reads them
+for the sum of their exponentials, reads them again, and writes the gradient. Liger's kernel reads
+them twice for the sum where a row is too wide for one block; for compiled kernels: Inductor's
+schedule for sm_90 and 128,256 tokens (`benchmarks/gpu_roofline/fused_layer.py`)."""
 
 
 def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
@@ -58,16 +59,21 @@ def head_work(model: ModelCosts, layout: Layout, machine: TimedMachine) -> Work:
             work.tensor += tensor.all_reduce(device, 3 * 4 * num_tokens)
         work.tensor *= num_losses
 
-    loss_bytes = FUSED_LOSS_BYTES if layout.fused_loss else engine.loss_bytes
-    moved_bytes = loss_bytes * num_tokens * num_columns
+    loss_bytes = engine.loss_bytes
+    if layout.loss_kernels != "operators":
+        loss_bytes = LOGIT_PASSES[layout.loss_kernels] * element_bytes
+    # Further losses are computed by operators.
+    bytes_of_losses = loss_bytes + model.num_further_losses * engine.loss_bytes
+    moved_bytes = bytes_of_losses * num_tokens * num_columns
     if layout.loss_chunk_tokens is not None and model.trains_head:
         # Each chunk but the first adds its gradient of the head: it is read, and added to a sum in
         # float32. A fused loss adds it to a sum in 16 bits inside of the product.
         num_additions = math.ceil(num_tokens / layout.loss_chunk_tokens) - 1
         head_parameters = model.vocabulary_size // layout.tensor_size * hidden_size
-        bytes_of_sum = 2 * element_bytes if layout.fused_loss else 8 + element_bytes
-        moved_bytes += num_additions * head_parameters * bytes_of_sum
-    work.memory_bound = num_losses * memory_seconds(device, moved_bytes)
+        is_sum_in_16_bits = layout.loss_kernels == "liger"
+        bytes_of_sum = 2 * element_bytes if is_sum_in_16_bits else 8 + element_bytes
+        moved_bytes += num_losses * num_additions * head_parameters * bytes_of_sum
+    work.memory_bound = memory_seconds(device, moved_bytes)
     return work
 
 

@@ -70,6 +70,9 @@ class VocabularySection(Section):
         return -(-num_rows // multiple) * multiple
 
 
+LossKind = Literal["auto", "plain", "chunked", "liger"]
+
+
 class ModelSection(Section):
     """Hugging Face causal LM, and how its layers run."""
 
@@ -104,10 +107,11 @@ class ModelSection(Section):
     uniform in +-alpha / sqrt(tokens of a sample * embedding size), as transformers' trainers; often
     5; null: no noise"""
 
-    loss: Literal["auto", "plain", "chunked", "liger"] = "auto"
+    loss: LossKind = "auto"
     """how the cross-entropy is computed, with the same result; plain: from all logits of a
     micro-batch; chunked: some tokens at a time, so that the full logits never exist; liger: by its
-    fused kernel (CUDA); auto: chunked where the logits are larger than one chunk"""
+    fused kernel (CUDA); auto: chunked where the logits are larger than one chunk, or where layers
+    may be compiled, since the loss of a chunk is compiled with them"""
     loss_chunk_tokens: PositiveInt | None = None
     """tokens whose logits exist at a time; default: as many as take 1 GiB in float32,
     in 256s"""

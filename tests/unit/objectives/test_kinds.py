@@ -8,7 +8,8 @@ from typing import Any, get_args
 import pytest
 
 from bigtrain.data.documents.row_keys import ROW_KEYS
-from bigtrain.objectives.losses.next_token import NextTokenLoss
+from bigtrain.models.layers.token_loss import NO_TERMS
+from bigtrain.objectives.losses.next_token import NextTokenLoss, loss_terms
 from bigtrain.objectives.losses.passes import ObjectiveLoss, make_objective
 from bigtrain.objectives.rows import Rows
 from bigtrain.objectives.section import KINDS, ObjectiveSection
@@ -30,6 +31,16 @@ def test_a_kind_is_complete(name: str) -> None:
     assert isinstance(loss, ObjectiveLoss)
     if type(loss) is not NextTokenLoss:
         assert name in [section["type"] for section, *_ in CASES], "its equation in test_losses.py"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"type": "distillation", "teacher": "scores"}, {"z_loss": 1e-4}, {"label_smoothing": 0.1},
+     {"type": "preference", "loss": "sigmoid", "label_smoothing": 0.1}],
+)  # fmt: skip
+def test_terms_are_added_where_the_settings_say_so(changes: dict[str, Any]) -> None:
+    section = ObjectiveSection(**changes)
+    assert section.adds_loss_terms is (loss_terms(section) != NO_TERMS)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -17,12 +17,14 @@ from bigtrain.system.units import GIB
 
 H100 = find_device("H100-80GB")
 SMALL_CHUNKS = "model.loss_chunk_tokens=523"
+OPERATORS_OF_THE_LOSS = "objective.z_loss=1e-9"
+"""A loss with a further term is not compiled, as none was at the time."""
 SINGLE = ("model.kernels=none", "model.compile=off")
 MEASURED: dict[str, tuple[tuple[str, ...], float, float]] = {
     "chunks of 256 MiB": ((*SINGLE, SMALL_CHUNKS), 38_580, 49.8),
     "chunks of 1 GiB": ((*SINGLE, "model.loss_chunk_tokens=2093"), 41_344, 52.1),
     "Liger's layers": (("model.kernels=liger", "model.compile=off", SMALL_CHUNKS), 46_701, 41.7),
-    "compiled layers": (("model.compile=on", SMALL_CHUNKS), 46_779, 41.8),
+    "compiled layers": (("model.compile=on", SMALL_CHUNKS, OPERATORS_OF_THE_LOSS), 46_779, 41.8),
 }
 """Overrides, tokens/s and GiB, of Llama 3.2 1B with ZeRO 1."""
 
@@ -59,7 +61,8 @@ def test_a_run_that_fits_with_fused_layers_is_not_refused() -> None:
 
 
 def test_every_way_to_compute_has_its_own_prediction() -> None:
-    """Eager casts of float8 cost what the products gain; compiled ones do not."""
+    """Eager casts of float8 cost what the products gain; compiled ones do not. The compiled
+    loss moves fewer bytes than Liger's, which has no float32 sums, but more and smaller chunks."""
     rates = {
         name: predicted(*overrides).tokens_per_second
         for name, overrides in {
@@ -70,10 +73,13 @@ def test_every_way_to_compute_has_its_own_prediction() -> None:
             "eager float8": (*SINGLE, "precision.float8=tensorwise"),
         }.items()
     }
+    assert rates.pop("fused loss") == pytest.approx(rates["default"], rel=0.05)
     order = sorted(rates, key=lambda name: rates[name] or 0.0)
-    assert order == ["eager float8", "single", "default", "fused loss", "float8"]
-    chunked, fused = predicted(), predicted("model.loss=liger")
-    assert fused.memory.loss < chunked.memory.loss / 4
+    assert order == ["eager float8", "single", "default", "float8"]
+    compiled, fused = predicted(), predicted("model.loss=liger")
+    by_operators = predicted(OPERATORS_OF_THE_LOSS)
+    assert fused.memory.loss < compiled.memory.loss < by_operators.memory.loss
+    assert fused.memory.loss < by_operators.memory.loss / 4
 
 
 def test_the_measured_product_is_the_tables() -> None:

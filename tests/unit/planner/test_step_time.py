@@ -21,6 +21,7 @@ from bigtrain.planner.stages import matrix_exchange, stage_layers, stages_of
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, engine_named
 from bigtrain.planner.tables.hardware import Device, Reach, find_device
+from bigtrain.settings.fast_path import LossKernels
 
 IDEAL = Reach(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 A100 = replace(find_device("A100-80GB"), reach=IDEAL)
@@ -332,15 +333,35 @@ def test_head_and_loss_take_what_was_published() -> None:
     device = find_device("A100-80GB")
     engine = replace(engine_named("deepspeed"), step_seconds=0.0)
 
-    def seconds(vocabulary: int, chunk: int | None, *, is_fused: bool = False) -> float:
+    def seconds(
+        vocabulary: int, chunk: int | None, loss_kernels: LossKernels = "operators"
+    ) -> float:
         model = closed_form(DenseShape(1, 2304, 8, 4, 9216, vocabulary))
-        layout = Layout(sequence_length=8192, loss_chunk_tokens=chunk, fused_loss=is_fused)
+        layout = Layout(sequence_length=8192, loss_chunk_tokens=chunk, loss_kernels=loss_kernels)
         time = step_time(model, layout, device, engine)
         return time.matmul + time.memory_bound
 
     without = seconds(1, None)
     assert seconds(256000, None) - without == pytest.approx(0.207, rel=0.05)
-    assert seconds(256000, 128, is_fused=True) - without == pytest.approx(0.303, rel=0.1)
+    assert seconds(256000, 128, "liger") - without == pytest.approx(0.303, rel=0.1)
+
+
+def test_a_compiled_loss_moves_each_logit_three_times() -> None:
+    """Of 16 bits: 2 bytes forward and 4 backward, as in Inductor's schedule; further losses, of
+    multi-token prediction, are computed by operators."""
+    device, engine = find_device("A100-80GB"), engine_named("deepspeed")
+    model = closed_form(DenseShape(1, 2048, 32, 8, 8192, 128256))
+    layout = Layout(sequence_length=8192, loss_chunk_tokens=2048)
+    compiled_layout = replace(layout, loss_kernels="compiled")
+
+    def saved_bytes(model: ModelCosts) -> float:
+        times = [step_time(model, each, device, engine) for each in (layout, compiled_layout)]
+        saved_seconds = times[0].memory_bound - times[1].memory_bound
+        return saved_seconds * device.memory_bandwidth * device.reach.memory
+
+    num_logits = 8192 * 128256
+    assert saved_bytes(model) == pytest.approx((engine.loss_bytes - 6) * num_logits)
+    assert saved_bytes(replace(model, num_further_losses=2)) == pytest.approx(saved_bytes(model))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 
 from bigtrain.settings.compatibility.facts import Facts
-from bigtrain.settings.fast_path import ANY_CUDA, CPU, LIGER, TRITON, LayerMachine, choose_fast_path
+from bigtrain.settings.fast_path import (
+    ANY_CUDA,
+    CPU,
+    LIGER,
+    SINGLE_KERNELS,
+    TRITON,
+    FastPath,
+    LayerMachine,
+    LossKernels,
+    choose_fast_path,
+)
 from bigtrain.settings.run_config import ModelSection
+from bigtrain.settings.sections.model import LossKind
 
 CUDA = Facts(device="cuda", world_size=2)
 BOTH = LayerMachine(True, frozenset((TRITON, LIGER)), frozenset(("llama", "qwen3_moe")))
@@ -75,3 +86,26 @@ def test_choices(name: str) -> None:
     assert len(chosen.refused) == len(refusals)
     for text in refusals:
         assert text in chosen.line()
+
+
+COMPILED = FastPath("none", compiles=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "loss", "adds_terms", "expected"),
+    [
+        (COMPILED, "auto", False, "compiled"),
+        (COMPILED, "chunked", False, "compiled"),
+        (COMPILED, "chunked", True, "operators"),
+        (COMPILED, "plain", False, "operators"),
+        (COMPILED, "liger", False, "liger"),
+        (SINGLE_KERNELS, "auto", False, "operators"),
+        (SINGLE_KERNELS, "liger", False, "liger"),
+        (FastPath("liger", compiles=False), "auto", False, "operators"),
+        (FastPath("liger", compiles=True), "auto", False, "compiled"),
+    ],
+)
+def test_losses_are_compiled_with_the_layers(
+    path: FastPath, loss: LossKind, adds_terms: bool, expected: LossKernels
+) -> None:
+    assert path.loss_kernels(loss, adds_terms=adds_terms) == expected

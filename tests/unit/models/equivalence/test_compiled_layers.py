@@ -8,11 +8,9 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from bigtrain.models import transformers_patches
-from bigtrain.models.equivalence import compiled_layers
 from bigtrain.models.equivalence.compiled_layers import plan_compilation, try_compilation
 from bigtrain.models.equivalence.document_isolation import find_isolation
 from bigtrain.models.layers.document_attention import MASKED, NOT_ISOLATED, Isolation
-from bigtrain.settings.fast_path import ANY_CUDA
 from bigtrain.settings.loading import parse_run_config
 from tests.support.hybrids import hybrid_config
 from tests.support.run_trees import run_tree
@@ -75,20 +73,18 @@ def test_layers_that_compile_to_something_else(monkeypatch: pytest.MonkeyPatch) 
     assert try_compilation(config, "auto", 24, isolation)[0].startswith("the logits differs by")
 
 
-def test_experts_that_are_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_are_computed_one_by_one() -> None:
     refusal, reason, problems = plan("dbrx", "on", **DBRX)
     assert (refusal, problems) == ("", [])
     assert "of a dbrx are compiled again for other tokens" in reason
-    monkeypatch.setattr(compiled_layers, "machine_of", lambda _: ANY_CUDA)
     refusal, reason, problems = plan("dbrx", "auto", **DBRX)
     assert "of a dbrx are compiled again for other tokens" in refusal
     assert (reason, problems) == ("", [])
 
 
-def test_models_without_layers_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_layers_of_transformers() -> None:
     rule = "a openai-gpt has no decoder layers of transformers' kind"
     values = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
     _, _, problems = plan("openai-gpt", "on", **values)
     assert problems == [f"model.compile = on is not supported for model_type openai-gpt: {rule}"]
-    monkeypatch.setattr(compiled_layers, "machine_of", lambda _: ANY_CUDA)
     assert plan("openai-gpt", "auto", **values) == (rule, "", [])

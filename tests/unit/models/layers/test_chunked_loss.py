@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.models.equivalence.loss import choose_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
+from bigtrain.objectives.section import ObjectiveSection
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import PrecisionSection, RunConfig
 from tests.support.comparison import assert_same_tensors, gradients
@@ -193,6 +194,17 @@ def test_auto_takes_chunks_where_logits_are_larger_than_one() -> None:
     assert (kind, problems) == ("chunked", [])
     assert reason.startswith("loss: in chunks of 31 tokens (logits of 32 tokens x 97 words")
     assert choice("llama", loss_chunk_tokens=32)[0] == "plain"
+
+
+def test_auto_takes_a_chunk_of_all_tokens_where_its_loss_is_compiled() -> None:
+    assert choice("llama", compile="on")[0] == "chunked"
+    assert choice("llama", compile="on", loss="plain")[0] == "plain"
+    config = config_of("llama", compile="on")
+    hf_config = CONFIG_MAPPING["llama"](**{**COMMON, **MODELS["llama"]})
+    objective = ObjectiveSection(z_loss=1e-4)
+    config = config.model_copy(update={"objective": objective})
+    plan, _ = choose_loss(config, hf_config, BatchPlan(2, 2, 1, 1, 16))
+    assert plan.kind == "plain"
 
 
 def test_auto_names_why_it_takes_no_fused_loss() -> None:

@@ -262,11 +262,12 @@ def test_offload_of_activations_and_a_loss_in_chunks_are_read() -> None:
     assert (moved.offload_activations, moved.offload_optimizer) == (True, False)
     both = run_of({**row, "notes": "cpu offload, offloaded activations"}).layout
     assert (both.offload_activations, both.offload_optimizer) == (True, True)
-    assert (plain.loss_chunk_tokens, plain.fused_loss) == (None, False)
+    assert (plain.loss_chunk_tokens, plain.loss_kernels) == (None, "operators")
     assert run_of({**row, "notes": "chunked loss"}).layout.loss_chunk_tokens == 4096 // 8
     four = run_of({**row, "notes": "chunked cross-entropy, 4 chunks"})
     assert four.layout.loss_chunk_tokens == 1024
     assert peak_memory(four.model, four.layout, four.engine).loss < (
         peak_memory(four.model, plain, four.engine).loss
     )
-    assert run_of({**row, "notes": "fused linear cross-entropy"}).layout.fused_loss
+    fused = run_of({**row, "notes": "fused linear cross-entropy"})
+    assert fused.layout.loss_kernels == "liger"
