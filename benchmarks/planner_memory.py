@@ -82,7 +82,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3 bf16": ("zero3", {"precision": {"dtype": "bfloat16"}}),
     "zero1 compiled": ("zero1", {"model": COMPILED}),
     "zero1 bf16 compiled": ("zero1", {"model": COMPILED, "precision": {"dtype": "bfloat16"}}),
-    "zero1 bf16 chunk of all tokens": (
+    "zero1 bf16 compiled, one chunk": (
         "zero1",
         {
             "model": {**COMPILED, "loss_chunk_tokens": 100_000},

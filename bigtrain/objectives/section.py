@@ -71,10 +71,13 @@ class ObjectiveSection(  # pydantic lists the fields of the last base first
         return objective_class(self)
 
     @property
-    def adds_loss_terms(self) -> bool:
-        """Whether terms are added to the cross-entropy of a token in training."""
-        smooths_targets = self.kind.is_next_token and self.label_smoothing > 0
-        return smooths_targets or self.z_loss > 0 or self.kind.teacher_weight > 0
+    def has_plain_entropies(self) -> bool:
+        """Whether the loss is computed from cross-entropies of tokens to which no terms are added
+        in training."""
+        kind = self.kind
+        smooths_targets = kind.is_next_token and self.label_smoothing > 0
+        adds_terms = smooths_targets or self.z_loss > 0 or kind.teacher_weight > 0
+        return not kind.scores_samples and not adds_terms
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:

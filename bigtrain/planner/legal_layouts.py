@@ -25,8 +25,8 @@ from bigtrain.settings.sections.model import ModelSection
 class SearchSpace:
     """Parameters that determine the layouts of a run. `facts`: facts of the run, for the rules.
     `base`: what all layouts have in common. `varies`: whether loss and buckets may differ from a
-    run's defaults. `section`, `machine`, `adds_loss_terms` (to cross-entropies in training):
-    decide loss and kernels. `required`: fields of a layout that are not searched, with their
+    run's defaults. `section`, `machine`, `has_plain_entropies` (as
+    `ObjectiveSection`): decide loss and kernels. `required`: fields of a layout that are not searched, with their
     values."""
 
     model: ModelCosts
@@ -35,7 +35,7 @@ class SearchSpace:
     global_batch_size: int
     section: ModelSection
     machine: LayerMachine
-    adds_loss_terms: bool = False
+    has_plain_entropies: bool = True
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
@@ -51,7 +51,9 @@ class SearchSpace:
             tiled_mlp=layout.tiled_mlp, activation_offload=layout.offload_activations
         )
         path = choose_fast_path(self.section, facts, self.machine)
-        loss_kernels = path.loss_kernels(self.section.loss, adds_terms=self.adds_loss_terms)
+        loss_kernels = path.loss_kernels(
+            self.section.loss, has_plain_entropies=self.has_plain_entropies
+        )
         return layout.changed(fused_layers=path.fuses_layers, loss_kernels=loss_kernels)
 
 

@@ -223,7 +223,7 @@ def layout_of(
         loss_chunk_tokens=loss_chunk_tokens,
         fused_layers=fast_path.fuses_layers,
         loss_kernels=fast_path.loss_kernels(
-            config.model.loss, adds_terms=config.objective.adds_loss_terms
+            config.model.loss, has_plain_entropies=config.objective.has_plain_entropies
         ),
         float8=config.precision.float8 != "none",
         tiled_mlp=config.model.tiled_mlp,

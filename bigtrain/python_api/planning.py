@@ -284,7 +284,7 @@ def _request(
         global_batch_size=config.batch.samples_per_step,
         section=config.model,
         machine=CPU if cluster.device.is_cpu else ANY_CUDA,
-        adds_loss_terms=config.objective.adds_loss_terms,
+        has_plain_entropies=config.objective.has_plain_entropies,
         required=required,
     )
 

@@ -52,12 +52,12 @@ class FastPath:
         """Whether elementwise operations of the layers are fused."""
         return self.compiles or self.kernels == "liger"
 
-    def loss_kernels(self, loss: LossKind, *, adds_terms: bool) -> LossKernels:
+    def loss_kernels(self, loss: LossKind, *, has_plain_entropies: bool) -> LossKernels:
         """Return the kernels of a loss of ``model.loss``. The loss of chunks is compiled where
-        layers are compiled. adds_terms: terms are added to its cross-entropies in training."""
+        layers are compiled. has_plain_entropies: as `ObjectiveSection`."""
         if loss == "liger":
             return "liger"
-        is_compiled = self.compiles and loss != "plain" and not adds_terms
+        is_compiled = self.compiles and loss != "plain" and has_plain_entropies
         return "compiled" if is_compiled else "operators"
 
     @property

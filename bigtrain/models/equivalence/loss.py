@@ -65,7 +65,7 @@ def choose_loss(
     if section.loss == "plain":
         return plain("model.loss=plain")
     needs_chunks = num_trained_mtp_layers(hf_config) > 0
-    is_compiled = may_compile(section) and not config.objective.adds_loss_terms
+    is_compiled = may_compile(section) and config.objective.has_plain_entropies
     saves = num_tokens > num_chunk_tokens or is_compiled
     if section.loss == "auto" and not saves and not needs_chunks:
         return plain(size)

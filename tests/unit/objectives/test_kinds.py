@@ -38,9 +38,10 @@ def test_a_kind_is_complete(name: str) -> None:
     [{}, {"type": "distillation", "teacher": "scores"}, {"z_loss": 1e-4}, {"label_smoothing": 0.1},
      {"type": "preference", "loss": "sigmoid", "label_smoothing": 0.1}],
 )  # fmt: skip
-def test_terms_are_added_where_the_settings_say_so(changes: dict[str, Any]) -> None:
+def test_entropies_are_plain_where_no_terms_are_added(changes: dict[str, Any]) -> None:
     section = ObjectiveSection(**changes)
-    assert section.adds_loss_terms is (loss_terms(section) != NO_TERMS)
+    assert section.has_plain_entropies is (loss_terms(section) == NO_TERMS)
+    assert not ObjectiveSection(type="reward").has_plain_entropies
 
 
 @pytest.mark.parametrize("name", KINDS)

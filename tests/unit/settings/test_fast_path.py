@@ -92,20 +92,20 @@ COMPILED = FastPath("none", compiles=True)
 
 
 @pytest.mark.parametrize(
-    ("path", "loss", "adds_terms", "expected"),
+    ("path", "loss", "has_plain_entropies", "expected"),
     [
-        (COMPILED, "auto", False, "compiled"),
-        (COMPILED, "chunked", False, "compiled"),
-        (COMPILED, "chunked", True, "operators"),
-        (COMPILED, "plain", False, "operators"),
-        (COMPILED, "liger", False, "liger"),
-        (SINGLE_KERNELS, "auto", False, "operators"),
-        (SINGLE_KERNELS, "liger", False, "liger"),
-        (FastPath("liger", compiles=False), "auto", False, "operators"),
-        (FastPath("liger", compiles=True), "auto", False, "compiled"),
+        (COMPILED, "auto", True, "compiled"),
+        (COMPILED, "chunked", True, "compiled"),
+        (COMPILED, "chunked", False, "operators"),
+        (COMPILED, "plain", True, "operators"),
+        (COMPILED, "liger", True, "liger"),
+        (SINGLE_KERNELS, "auto", True, "operators"),
+        (SINGLE_KERNELS, "liger", True, "liger"),
+        (FastPath("liger", compiles=False), "auto", True, "operators"),
+        (FastPath("liger", compiles=True), "auto", True, "compiled"),
     ],
 )
 def test_losses_are_compiled_with_the_layers(
-    path: FastPath, loss: LossKind, adds_terms: bool, expected: LossKernels
+    path: FastPath, loss: LossKind, has_plain_entropies: bool, expected: LossKernels
 ) -> None:
-    assert path.loss_kernels(loss, adds_terms=adds_terms) == expected
+    assert path.loss_kernels(loss, has_plain_entropies=has_plain_entropies) == expected
