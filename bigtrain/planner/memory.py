@@ -456,10 +456,10 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
     if not engine.is_deepspeed:
         logit_bytes = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return _LossBytes(head_sum_bytes + num_logits * logit_bytes, 0.0)
-    # Logits, their logarithms, and their gradients; float32 except for 16-bit logits. Compiled,
-    # there are gradients in 16 bits; Liger's are in the logits' place. Further losses are not
-    # compiled. Every tensor-parallel rank has all columns, in addition to its shard and the gather
-    # buffer.
+    # Logits, their logarithms, and their gradients; float32 except for 16-bit logits. A
+    # compiled loss keeps logits and gradients in the logits' dtype; Liger's kernel writes gradients
+    # over the logits. Further losses are not compiled. Every tensor-parallel rank has all columns,
+    # in addition to its shard and the gather buffer.
     added_bytes = {"operators": 12.0, "compiled": float(model.element_bytes), "liger": 0.0}
     kernels = layout.loss_kernels
     if kernels == "compiled" and model.num_further_losses > 0:
