@@ -25,8 +25,8 @@ from bigtrain.settings.sections.model import ModelSection
 class SearchSpace:
     """Parameters that determine the layouts of a run. `facts`: facts of the run, for the rules.
     `base`: what all layouts have in common. `varies`: whether loss and buckets may differ from a
-    run's defaults. `section`, `machine`, `has_plain_entropies` (as
-    `ObjectiveSection`): decide loss and kernels. `required`: fields of a layout that are not searched, with their
+    run's defaults. `section`, `machine` and `has_plain_entropies` (of `ObjectiveSection`) decide
+    the loss and the kernels. `required`: fields of a layout that are not searched, with their
     values."""
 
     model: ModelCosts

@@ -19,8 +19,8 @@ from bigtrain.settings.sections.model import LossKind, ModelSection
 TRITON, LIGER = "triton", "liger_kernel"
 
 LossKernels = Literal["operators", "compiled", "liger"]
-"""Kernels of the cross-entropies of logits and of their gradients: operators of PyTorch, two kernels
-that Inductor generates, or Liger's kernel, which computes the head's products, too."""
+"""Kernels of the cross-entropies of logits and of their gradients: operators of PyTorch, two
+kernels that Inductor generates, or Liger's kernel, which computes the head's products, too."""
 
 
 @dataclass(frozen=True)
