@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bigtrain.errors import one_line
+
 ATEN_TO_COPY = torch.ops.aten._to_copy
 """`Tensor.to` below autograd (aten/src/ATen/native/native_functions.yaml)."""
 
@@ -145,6 +147,15 @@ def keep_graphs(num_graphs: int) -> None:
     warns: by default after 8 (torch/_dynamo/config.py, `recompile_limit`), which kinds of layers,
     training, evaluation and the lengths of a run's phases can need together. Process-wide."""
     torch._dynamo.config.recompile_limit = num_graphs
+
+
+def compiler_error(error: BaseException) -> str:
+    """Return an error of torch's compiler, or of a compiler that it calls, as one line; empty for
+    other errors (torch/_dynamo/exc.py)."""
+    if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return ""
+    cause = getattr(error, "inner_exception", error)
+    return f"{type(cause).__name__}: {one_line(cause)}"
 
 
 # --- the process ---

@@ -15,7 +15,9 @@ from bigtrain.data.samples.sample_stream import StreamPosition
 from bigtrain.engine.optimizers.skip_step import SkipPolicy
 from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.train_engine import RecentLosses, StepResult, TrainEngine
+from bigtrain.errors import LaunchError
 from bigtrain.metrics.step_metrics import StepMetrics
+from bigtrain.models.torch_patches import compiler_error
 from bigtrain.run.callbacks import Callbacks
 from bigtrain.run.context import RunContext
 from bigtrain.run.diagnostics.profiling import Profiler
@@ -190,6 +192,13 @@ class Loop:
             from bigtrain.run.diagnostics.out_of_memory import explained
 
             raise explained(error, self.context, self.engine) from error
+        except RuntimeError as error:
+            if not (reason := compiler_error(error)):
+                raise
+            raise LaunchError(
+                f"rank {self.context.world.rank}: layers could not be compiled ({reason}) -> "
+                "model.compile=off"
+            ) from error
         self._clock.count_step()
         return result
 

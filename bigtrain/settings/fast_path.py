@@ -16,8 +16,6 @@ from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.sections.model import LossKind, ModelSection
 
-TRITON, LIGER = "triton", "liger_kernel"
-
 LossKernels = Literal["operators", "compiled", "liger"]
 """Kernels of the cross-entropies of logits and of their gradients: operators of PyTorch, two
 kernels that Inductor generates, or Liger's kernel, which computes the head's products, too."""
@@ -25,16 +23,18 @@ kernels that Inductor generates, or Liger's kernel, which computes the head's pr
 
 @dataclass(frozen=True)
 class LayerMachine:
-    """What a run's layers may use: whether its devices are CUDA's, and the packages that are
-    installed there (`TRITON`, `LIGER`). liger_models: model types that Liger has kernels for."""
+    """What a run's layers may use: whether its devices are CUDA's. triton_problem: why Triton
+    cannot build kernels there, empty if it can. has_liger: whether liger-kernel is installed, with
+    kernels for the model types `liger_models`."""
 
     is_cuda: bool
-    packages: frozenset[str] = frozenset()
+    triton_problem: str = ""
+    has_liger: bool = False
     liger_models: frozenset[str] = frozenset()
 
 
 CPU = LayerMachine(is_cuda=False)
-ANY_CUDA = LayerMachine(is_cuda=True, packages=frozenset((TRITON,)))
+ANY_CUDA = LayerMachine(is_cuda=True)
 """A CUDA device that is not here: torch for CUDA brings Triton, and nobody knows of Liger."""
 
 
@@ -104,8 +104,8 @@ def choose_fast_path(
 
 
 def _why_not_compiled(facts: Facts, machine: LayerMachine) -> str:
-    if TRITON not in machine.packages:
-        return "Triton is not installed"
+    if machine.triton_problem:
+        return machine.triton_problem
     if facts.isolates and facts.attention.startswith("flash"):
         return "flash attention takes the lengths of documents, with which graphs change"
     if is_violated(facts | Facts(compiles="on")) and not is_violated(facts):
@@ -114,8 +114,10 @@ def _why_not_compiled(facts: Facts, machine: LayerMachine) -> str:
 
 
 def _why_not_liger(facts: Facts, machine: LayerMachine, model_type: str) -> str:
-    if LIGER not in machine.packages:
+    if not machine.has_liger:
         return "liger-kernel is not installed"
+    if machine.triton_problem:
+        return machine.triton_problem
     if model_type not in machine.liger_models:
         return f"liger-kernel has none for model_type {model_type}"
     if is_violated(facts | Facts(kernels="liger")) and not is_violated(facts):

@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import bigtrain
+from bigtrain.system.triton_build import triton_problem
 from bigtrain.system.world import ranks_here
 
 ROOT = Path("/")
@@ -191,11 +192,14 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "bitsan
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return the versions of Python, bigtrain and `PACKAGES` by name; None if not installed."""
+    """Return the versions of Python, bigtrain and `PACKAGES` by name; None if not installed. Of
+    Triton: what it lacks on this host, since layers are compiled on all hosts or on none."""
+    triton = version_of("triton")
     return {
         "Python": platform.python_version(),
         "bigtrain": bigtrain.__version__,
         **{name: version_of(name) for name in PACKAGES},
+        "triton": triton and (triton_problem() or triton),
     }
 
 

@@ -3,13 +3,14 @@ for each parameter, where clipping (8), torch's fused AdamW (28) and a copy (6) 
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
+
+from bigtrain.system.triton_build import triton_problem
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class FusedAdamW:
             len(group["params"]) == 1 and not (group["amsgrad"] or group["maximize"])
             for group in optimizer.param_groups
         )
-        if not is_plain or importlib.util.find_spec("triton") is None:
+        if not is_plain or triton_problem():
             return False
         problem = trial_problem(optimizer.param_groups[0]["params"][0].device)
         if problem is not None:

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.cuda import is_available as is_cuda_available
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -15,11 +16,12 @@ from bigtrain.errors import Problem
 from bigtrain.models.layers.plans import CompilationPlan
 from bigtrain.settings.compatibility.facts import Facts, read_facts
 from bigtrain.settings.deepspeed.engine_config import EngineConfig
-from bigtrain.settings.fast_path import CPU, LIGER, TRITON, FastPath, LayerMachine, choose_fast_path
+from bigtrain.settings.fast_path import CPU, FastPath, LayerMachine, choose_fast_path
 from bigtrain.settings.hf_config_keys import EXPERTS, number_of
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import ModelSection
 from bigtrain.system.extras import install_line
+from bigtrain.system.triton_build import triton_problem
 
 _OPTIONS = {
     "rope": True,
@@ -51,17 +53,25 @@ def machine_of(device_type: str) -> LayerMachine:
     """Return what the layers of a run on this machine's devices may use."""
     if device_type != "cuda":
         return CPU
-    packages = frozenset(n for n in (TRITON, LIGER) if importlib.util.find_spec(n) is not None)
-    return LayerMachine(True, packages, frozenset(_patches()) if LIGER in packages else frozenset())
+    problem = triton_problem()
+    if not problem and is_cuda_available() and torch.cuda.get_device_capability() < (7, 0):
+        problem = f"Triton has no kernels for a {torch.cuda.get_device_name()}"
+    has_liger = importlib.util.find_spec("liger_kernel") is not None
+    return LayerMachine(
+        is_cuda=True,
+        triton_problem=problem,
+        has_liger=has_liger,
+        liger_models=frozenset(_patches()) if has_liger else frozenset(),
+    )
 
 
 def may_compile(section: ModelSection) -> bool:
     """Return whether layers may be compiled on this machine: for ``on``, and for ``auto`` with CUDA
-    and Triton, unless Liger's kernels are asked for."""
+    and a Triton that works, unless Liger's kernels are asked for."""
     if section.compile != "auto":
         return section.compile == "on"
     is_free = section.kernels != "liger" and is_cuda_available()
-    return is_free and TRITON in machine_of("cuda").packages
+    return is_free and not machine_of("cuda").triton_problem
 
 
 def fast_path_of(

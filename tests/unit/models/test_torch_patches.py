@@ -51,6 +51,21 @@ def tells_storages_apart_without_memory() -> bool:
     return key == torch_patches.storage_of(first.view(2, 2)) != torch_patches.storage_of(second)
 
 
+def names_the_compilers_error() -> bool:
+    def without_compiler(graph: Any, inputs: Any) -> Any:
+        raise OSError("no compiler\nin any line")
+
+    errors: list[BaseException] = [RuntimeError("of a kernel")]
+    try:
+        torch.compile(torch.sin, backend=without_compiler)(torch.zeros(1))
+    except RuntimeError as error:
+        errors.append(error)
+    finally:
+        torch.compiler.reset()
+    texts = [torch_patches.compiler_error(error) for error in errors]
+    return texts == ["", "OSError: no compiler in any line"]
+
+
 def calls_shadow_inside_hooks() -> bool:
     """Of forward methods, whose modules keep their hooks."""
     module = nn.Linear(1, 1)
@@ -319,6 +334,11 @@ CONTRACTS = [
     ),
     has(torch_patches.keep_graphs, lambda: torch._dynamo.config, "recompile_limit"),
     has(torch_patches.allow_any_length, lambda: torch._dynamo, "maybe_mark_dynamic"),
+    Contract(
+        torch_patches.compiler_error,
+        "errors of torch's compiler are no TorchDynamoException with inner_exception any more",
+        names_the_compilers_error,
+    ),
     has(torch_patches.named_group, lambda: dist.distributed_c10d, "_resolve_process_group"),
     Contract(
         torch_patches.gloo_group,

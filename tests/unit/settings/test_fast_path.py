@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,7 @@ from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.fast_path import (
     ANY_CUDA,
     CPU,
-    LIGER,
     SINGLE_KERNELS,
-    TRITON,
     FastPath,
     LayerMachine,
     LossKernels,
@@ -22,9 +21,10 @@ from bigtrain.settings.run_config import ModelSection
 from bigtrain.settings.sections.model import LossKind
 
 CUDA = Facts(device="cuda", world_size=2)
-BOTH = LayerMachine(True, frozenset((TRITON, LIGER)), frozenset(("llama", "qwen3_moe")))
-ONLY_LIGER = LayerMachine(True, frozenset((LIGER,)), BOTH.liger_models)
-NOTHING = LayerMachine(is_cuda=True)
+BOTH = LayerMachine(is_cuda=True, has_liger=True, liger_models=frozenset(("llama", "qwen3_moe")))
+NO_TRITON = LayerMachine(is_cuda=True, triton_problem="Triton is not installed")
+NO_COMPILER = replace(BOTH, triton_problem="Triton needs a C compiler")
+OFF = {"compile": "off"}
 
 # Section, facts, machine, model type; kernels, compiles; the refusals in the log's line.
 Choice = tuple[dict[str, Any], Facts, LayerMachine, str, tuple[str, bool], tuple[str, ...]]
@@ -33,9 +33,12 @@ CHOICES: dict[str, Choice] = {
     "a GPU elsewhere": ({}, CUDA, ANY_CUDA, "", ("none", True), ()),
     "a CPU": ({}, Facts(device="cpu"), CPU, "llama", ("none", False), ()),
     "compiled on a CPU": ({"compile": "on"}, Facts(), CPU, "llama", ("none", True), ()),
-    "without Triton": ({}, CUDA, ONLY_LIGER, "llama", ("liger", False), ("Triton",)),
-    "with neither": (
-        {}, CUDA, NOTHING, "llama", ("none", False), ("Triton is not", "liger-kernel is not"),
+    "without Triton": (
+        {}, CUDA, NO_TRITON, "llama", ("none", False), ("Triton is not", "liger-kernel is not"),
+    ),
+    "without a C compiler": (
+        {}, CUDA, NO_COMPILER, "llama", ("none", False),
+        ("compiled: Triton needs a C compiler", "by Liger's kernels: Triton needs a C compiler"),
     ),
     "ZeRO 3": ({}, CUDA | Facts(zero_stage=3), BOTH, "llama", ("none", True), ()),
     "ZeRO++": (
@@ -43,14 +46,13 @@ CHOICES: dict[str, Choice] = {
         ("liger", False), ("settings",),
     ),
     "tensor parallelism": ({}, CUDA | Facts(tensor_size=2), BOTH, "llama", ("none", True), ()),
-    "tensor parallelism without Triton": (
-        {}, CUDA | Facts(tensor_size=2), ONLY_LIGER, "llama", ("none", False),
-        ("compiled: Triton", "Liger's kernels: the run's other"),
+    "tensor parallelism, not compiled": (
+        OFF, CUDA | Facts(tensor_size=2), BOTH, "llama", ("none", False),
+        ("Liger's kernels: the run's other",),
     ),
     "experts": ({}, CUDA | Facts(num_experts=8), BOTH, "qwen3_moe", ("none", True), ()),
     "experts that Liger does not know": (
-        {}, CUDA | Facts(num_experts=8), ONLY_LIGER, "other_moe", ("none", False),
-        ("Triton", "other_moe"),
+        OFF, CUDA | Facts(num_experts=8), BOTH, "other_moe", ("none", False), ("other_moe",),
     ),
     "isolated documents": ({}, CUDA | Facts(isolates=True), BOTH, "llama", ("none", True), ()),
     "lengths of documents": (
@@ -65,11 +67,11 @@ CHOICES: dict[str, Choice] = {
         {}, CUDA | Facts(adapters="lora", quantization="int8"), BOTH, "llama", ("none", False),
         ("settings", "settings"),
     ),
-    "adapters without Triton": (
-        {}, CUDA | Facts(adapters="lora"), ONLY_LIGER, "llama", ("none", False),
-        ("compiled: Triton", "Liger's kernels: the run's other"),
+    "adapters, not compiled": (
+        OFF, CUDA | Facts(adapters="lora"), BOTH, "llama", ("none", False),
+        ("Liger's kernels: the run's other",),
     ),
-    "off": ({"compile": "off"}, CUDA, BOTH, "llama", ("liger", False), ()),
+    "off": (OFF, CUDA, BOTH, "llama", ("liger", False), ()),
     "both off": ({"compile": "off", "kernels": "none"}, CUDA, BOTH, "llama", ("none", False), ()),
     "Liger's": ({"kernels": "liger"}, CUDA, BOTH, "llama", ("liger", False), ()),
     "both on": ({"compile": "on", "kernels": "liger"}, CUDA, BOTH, "llama", ("liger", True), ()),
