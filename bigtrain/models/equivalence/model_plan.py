@@ -264,6 +264,7 @@ def cached_model_plan(
         config.moe.model_dump(mode="json"),
         config.adapters and config.adapters.model_dump(mode="json"),
         [config.data.isolates, config.data.packing, config.batch.sequence_length],
+        [may_compile(config.model), config.objective.has_plain_entropies],
         vars(plan),
     )
     if key is None:

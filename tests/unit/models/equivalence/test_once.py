@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence import cache_key, model_plan
+from bigtrain.models.equivalence import cache_key, loss, model_plan
 from bigtrain.models.equivalence.cache_key import trial_key
 from bigtrain.models.equivalence.model_plan import cached_model_plan, choose
 from bigtrain.settings.resolve import resolve_run
@@ -73,6 +73,26 @@ def test_what_is_kept_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPat
     assert cached_model_plan(*run) == (expected, [])
     monkeypatch.setattr(model_plan, "choose", None)  # is not called again
     assert cached_model_plan(*run) == (expected, [])
+
+
+def test_a_compiler_and_terms_of_the_loss_make_another_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A compiled loss takes chunks, and is only of plain cross-entropies."""
+    config, hf_config, plan = run_of(LLAMA, 1)
+
+    def loss_kind(config: RunConfig) -> str:
+        model_plan, problems = cached_model_plan(config, hf_config, plan)
+        assert model_plan is not None
+        assert problems == []
+        return model_plan.loss.kind
+
+    assert loss_kind(config) == "plain"
+    for module in (model_plan, loss):
+        monkeypatch.setattr(module, "may_compile", lambda _section: True)
+    assert loss_kind(config) == "chunked"
+    with_z_loss = config.objective.model_copy(update={"z_loss": 1e-4})
+    assert loss_kind(config.model_copy(update={"objective": with_z_loss})) == "plain"
 
 
 @pytest.mark.parametrize(
