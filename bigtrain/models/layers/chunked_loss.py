@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput
 
 from bigtrain.errors import ModelError
 from bigtrain.models.layers.adapter_names import trained_copy
-from bigtrain.models.layers.gradient_parts import GradientSum, substituted
+from bigtrain.models.layers.gradient_parts import ChunkGradients, EagerGradients, LateGradients
 from bigtrain.models.layers.token_loss import (
     IGNORED_LABEL,
     NO_TERMS,
@@ -211,7 +211,7 @@ class ChunkedLoss:
         if not torch.is_grad_enabled():
             return self._compute(hidden, weights, None)
         mantissa = None if self._factor is None else torch.frexp(self._factor).mantissa
-        loss: torch.Tensor = _Loss.apply(self._compute, mantissa, hidden, *weights)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = EagerGradients.apply(self._compute, mantissa, hidden, *weights)  # type: ignore[no-untyped-call]
         return loss
 
     def _compute(
@@ -253,7 +253,7 @@ class ChunkedLoss:
 
         # Loss and gradients of a chunk at a time.
         loss = torch.zeros((), device=rows.device, dtype=torch.float32)
-        sums = None if gradients is None else _ChunkGradients(self._head, rows, head_weights)
+        sums = None if gradients is None else ChunkGradients(self._head, rows, head_weights)
         parts = list(self._parts(len(labels)))
         if self._fused is not None:
             parts = [slice(0, len(labels))] if len(labels) else []
@@ -297,7 +297,7 @@ class ChunkedLoss:
                 rows, upstream = hidden.detach().flatten(0, -2), -upstream.flatten()
                 if index is not None:
                     rows, upstream = rows[index], upstream[index]
-                sums = _ChunkGradients(self._head, rows, weights)
+                sums = ChunkGradients(self._head, rows, weights)
                 for part in self._parts(len(labels)):
                     entropies = partial(self._entropies, labels=labels[part])
                     sums.add(part, entropies, upstream[part])
@@ -307,7 +307,7 @@ class ChunkedLoss:
 
         if not torch.is_grad_enabled():
             return compute(hidden)
-        values: torch.Tensor = _PerToken.apply(compute, differentiate, hidden, *weights)  # type: ignore[no-untyped-call]
+        values: torch.Tensor = LateGradients.apply(compute, differentiate, hidden, *weights)  # type: ignore[no-untyped-call]
         return values
 
     @torch.no_grad()
@@ -363,48 +363,6 @@ class ChunkedLoss:
             yield
 
 
-class _ChunkGradients:
-    """Gradients of hidden states `rows` [N, H] and of the `weights` of `head`, added up chunk by
-    chunk. Copies of the weights are the leaves of a chunk's graph, so that the parameters' hooks do
-    not run per chunk."""
-
-    def __init__(
-        self, head: nn.Module, rows: torch.Tensor, weights: Sequence[torch.Tensor]
-    ) -> None:
-        self._head, self._rows, self._weights = head, rows, weights
-        self._grad_rows = torch.empty_like(rows)
-        self._sums = [GradientSum(w) if w.requires_grad else None for w in weights]
-
-    def add(
-        self,
-        part: slice,
-        function: Callable[[torch.Tensor], torch.Tensor],
-        upstream: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return `function` of the chunk `part`, and add its gradients for the gradient `upstream`
-        of the result."""
-        chunk = self._rows[part].requires_grad_()
-        leaves = [w.detach().requires_grad_(w.requires_grad) for w in self._weights]
-        with torch.enable_grad(), substituted(self._head, self._weights, leaves):
-            result = function(chunk)
-        differentiated = [chunk, *(leaf for leaf in leaves if leaf.requires_grad)]
-        gradients = torch.autograd.grad(result, differentiated, upstream)
-        self._grad_rows[part] = gradients[0]
-        trained = [total for total in self._sums if total is not None]
-        for total, gradient in zip(trained, gradients[1:], strict=True):
-            total.add(gradient)
-        return result.detach()
-
-    def values(self, hidden: torch.Tensor, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """Return the gradients of `hidden`, 0 for tokens that are not in `index`, and of the
-        weights."""
-        rows = self._grad_rows
-        if index is not None:
-            rows = torch.zeros_like(hidden).flatten(0, -2).index_copy_(0, index, rows)
-        grad_weights = (None if total is None else total.value() for total in self._sums)
-        return [rows.view(hidden.shape), *grad_weights]
-
-
 class _Call:
     """Replaces a module in its model's forward method: calls go to `call`, attributes are the
     module's."""
@@ -419,50 +377,6 @@ class _Call:
         value = getattr(self._module, name)
         # Some models call a part of the base model (OPT the decoder).
         return _Call(value, self._call) if isinstance(value, nn.Module) else value
-
-
-class _Loss(torch.autograd.Function):
-    """Computes gradients together with the loss, and scales them in the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        compute: Callable[..., torch.Tensor],
-        mantissa: torch.Tensor | None,
-        hidden: torch.Tensor,
-        *weights: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.mantissa, ctx.gradients = mantissa, []
-        return compute(hidden, weights, ctx.gradients, mantissa)
-
-    @staticmethod
-    def backward(ctx: Any, *factors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        assert gradients is not None, "a second backward pass through the same loss"
-        # In place, since the gradient of the head is as large as the head.
-        remaining_factor = factors[0] if ctx.mantissa is None else factors[0] / ctx.mantissa
-        return (None, None, *(None if g is None else g.mul_(remaining_factor) for g in gradients))
-
-
-class _PerToken(torch.autograd.Function):
-    """Computes log-probabilities without a graph, and their gradients when they are needed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        compute: Callable[[torch.Tensor], torch.Tensor],
-        differentiate: Callable[..., tuple[torch.Tensor | None, ...]],
-        hidden: torch.Tensor,
-        *_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.differentiate = differentiate
-        ctx.save_for_backward(hidden)
-        return compute(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
-        return None, None, *ctx.differentiate(hidden, upstream[0])
 
 
 def _targets(
