@@ -319,6 +319,7 @@ class Case:
 
 CHUNKED = (("loss", "chunked"), ("loss_chunk_tokens", 29))
 RECOMPUTED = (("gradient_checkpointing", "full"),)
+COMPILED = (("compile", "on"),)
 PADDING = (("overrides", PADDED["overrides"]),)
 ALL = (*("zero0", "zero1", "tensor", "sequence", "ring", "stages", "tensor stages"),)
 ALL += ("tensor sequence", "both sequences")
@@ -329,6 +330,11 @@ CASES = [
     Case("classification", "sequence", full=True, slow=False),
     *(Case("sigmoid", name, model=CHUNKED) for name in ALL),
     *(Case("ipo", name, model=CHUNKED) for name in ("zero3", "stages")),
+    # Log-probabilities are compiled in one chunk; models with a head of their own have none.
+    Case("sigmoid", "zero3", model=COMPILED),
+    Case("orpo", "tensor stages", full=True, model=COMPILED),
+    Case("kto", "sequence", full=True, model=COMPILED),
+    Case("reward", "zero1", full=True, model=COMPILED),
     *(Case("simpo", name, full=True, model=CHUNKED) for name in ("zero1", "tensor sequence")),
     *(Case("orpo", name, full=True, model=CHUNKED) for name in ("ring", "tensor stages")),
     *(
