@@ -48,19 +48,21 @@ TOOLS_KEY = "tools"
 def _messages(values: Values, roles: Roles) -> Chat:
     row_messages, tools, system, functions = values
     messages = with_roles(row_messages, roles, may_be_turns=False)
-    listed, listed_tools = from_text(functions), from_text(tools)
-    if listed and listed_tools:
+    function_list, tool_list = from_text(functions), from_text(tools)
+    if function_list and tool_list:
         raise ConversationError("it has tools and functions -> one of both: --ignore-key functions")
-    if listed:  # OpenAI's former tools
-        if not isinstance(listed, list):
-            raise ConversationError(f"its functions are not a list but {type(listed).__name__}")
-        tools = [{"type": "function", "function": function} for function in listed]
+    if function_list:  # OpenAI's former tools
+        if not isinstance(function_list, list):
+            raise ConversationError(
+                f"its functions are not a list but {type(function_list).__name__}"
+            )
+        tools = [{"type": "function", "function": function} for function in function_list]
     return Chat(_with_system(messages, system), tools)
 
 
 def _with_system(messages: object, system: object) -> object:
     """Return `messages` with the system prompt of the row. Raise ConversationError for two."""
-    if not _text(system, "system") or not isinstance(messages, list):
+    if not _has_text(system, "system") or not isinstance(messages, list):
         return messages
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role") != "system":
@@ -93,30 +95,31 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
     instruction, input_text, output, system, history = values
     history = from_text(history)
     messages: Messages = []
-    if _text(system, "system"):
+    if _has_text(system, "system"):
         messages.append({"role": "system", "content": system})
-    pairs = history or ()
-    if not isinstance(pairs, (list, tuple)):
+    earlier_pairs = history or ()
+    if not isinstance(earlier_pairs, (list, tuple)):
         raise ConversationError(f"its history is not a list but {type(history).__name__}")
-    for number, turn in enumerate(pairs, 1):
-        is_pair = isinstance(turn, (list, tuple)) and len(turn) == 2
-        if not is_pair or not all(isinstance(text, str) for text in turn):
+    for number, pair in enumerate(earlier_pairs, 1):
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise ConversationError(f"history {number} is not a pair of instruction and output")
         messages += [
-            {"role": "user", "content": turn[0]},
-            {"role": "assistant", "content": turn[1]},
+            {"role": "user", "content": pair[0]},
+            {"role": "assistant", "content": pair[1]},
         ]
     for key, value in (("instruction", instruction), ("output", output)):
         if not isinstance(value, str):
             raise ConversationError(f"its {key} is not text")
     # Joined as in LLaMA-Factory and Alpaca.
-    question = f"{instruction}\n{input_text}" if _text(input_text, "input") else instruction
-    answered = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-    return Chat([*messages, *answered])
+    question = f"{instruction}\n{input_text}" if _has_text(input_text, "input") else instruction
+    last_pair = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+    return Chat([*messages, *last_pair])
 
 
 def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
-    prompt, completion, tools = *map(messages_in, values[:2]), values[2]
+    row_prompt, row_completion, tools = values
+    prompt, completion = messages_in(row_prompt), messages_in(row_completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         before, after = (with_roles(part, roles) for part in (prompt, completion))
         assert isinstance(before, list)
@@ -141,7 +144,7 @@ def _tokens(values: Values, roles: Roles) -> RowDocument:
     return token_row(values)
 
 
-def _text(value: object, name: str) -> bool:
+def _has_text(value: object, name: str) -> bool:
     """Return whether `value` is a non-empty text. Raise ConversationError unless text or None."""
     if value is not None and not isinstance(value, str):
         raise ConversationError(f"its {name} is not text but {type(value).__name__}")
@@ -164,7 +167,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             ("conversations", "system", TOOLS_KEY),
             frozenset({"conversations"}),
             _sharegpt,
-            ("from", "value"),
+            turn_keys=("from", "value"),
             needs_template=True,
         ),
         ChatFormat(
@@ -172,7 +175,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             ("instruction", "input", "output", "system", "history"),
             frozenset({"instruction", "output"}),
             _alpaca,
-            (),
+            turn_keys=(),
             has_roles=False,
             needs_template=True,
         ),
@@ -182,7 +185,7 @@ FORMATS: Mapping[str, ChatFormat] = {
                 prompt.keys,
                 frozenset({prompt.keys[0], prompt.keys[2]}),
                 prompt.completion_of,
-                (),
+                turn_keys=(),
                 noun="an instruction",
                 is_detected=False,
                 has_roles=False,
@@ -211,7 +214,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             TOKEN_KEYS,
             frozenset({"input_ids"}),
             _tokens,
-            (),
+            turn_keys=(),
             noun="a row of tokens",
             has_roles=False,
         ),
@@ -220,21 +223,23 @@ FORMATS: Mapping[str, ChatFormat] = {
 
 
 def _detected(keys: Collection[str]) -> Iterator[ChatFormat]:
+    """Yield the formats that rows with these keys may have, in the order of `FORMATS`."""
     return (
         entry for entry in FORMATS.values() if entry.is_detected and entry.identifying <= set(keys)
     )
 
 
 def nearest(keys: Collection[str]) -> ChatFormat | None:
-    """Return the format of a row with these keys; None if unknown, and for tokens
-    with their text: which one is meant is ambiguous."""
-    near = next(_detected(keys), None)
-    return None if near is not None and near.name == "tokens" and "text" in keys else near
+    """Return the first format of a row with these keys; None if unknown, and for a row with tokens
+    and text, which may be either."""
+    detected = next(_detected(keys), None)
+    is_ambiguous = detected is not None and detected.name == "tokens" and "text" in keys
+    return None if is_ambiguous else detected
 
 
 def also_preferences(keys: Collection[str]) -> list[str]:
-    """Return the options for each format of a row with these keys if it is a preference pair and a
-    conversation at once: which one is meant is the user's choice. Empty otherwise."""
+    """Return the options of each format of a row that is a preference pair and a conversation at
+    once, among which the user must choose; empty for any other row."""
     formats = [entry for entry in _detected(keys) if entry.name != "tokens"]
     options = {entry.name: f"--format {entry.name}" for entry in formats}
     if PAIRS.name not in options or len(options) == 1:
@@ -266,13 +271,14 @@ def remedy_for(row: Collection[str]) -> str:
 
 def remedy_for_row(row: Collection[str]) -> str:
     """Return `remedy_for` for a row among others, which may have another format."""
-    near = remedy_for(row)
-    return near and f"{near} if all rows are like this one; {ONE_FORMAT}"
+    remedy = remedy_for(row)
+    return f"{remedy} if all rows are like this one; {ONE_FORMAT}" if remedy else ""
 
 
 NAME_A_KEY = " -> name its key: "
 """Start of the remedy for a row whose format is unknown."""
 JOINED_WITH = "\n"
+"""Separator of the texts of several keys of a row."""
 
 
 def text_of(values: Sequence[Any], keys: Sequence[str]) -> Extracted:
@@ -335,8 +341,10 @@ class Conversations:
 def conversation_of(row: Mapping[str, Any], rules: Conversations) -> Extracted:
     """Return the document in `row`, which has the values of `rules.columns`."""
     names = (*rules.format.keys, *rules.format.extra_keys)
-    read = (None if key in rules.ignored else row.get(key) for key in rules.key_rules.read_keys)
-    values = dict(zip(names, read, strict=True))
+    row_values = (
+        None if key in rules.ignored else row.get(key) for key in rules.key_rules.read_keys
+    )
+    values = dict(zip(names, row_values, strict=True))
     if problem := rules.key_rules.problem(row, values):
         return Extracted(None, problem)
     try:
@@ -345,7 +353,7 @@ def conversation_of(row: Mapping[str, Any], rules: Conversations) -> Extracted:
         return Extracted(document.document(last_only=rules.last_only))
     except ConversationError as error:
         return Extracted(None, f"{rules.keys[0]!r} is not {rules.format.noun}: {error}")
-    except TypeError as error:  # halves of surrogate pairs, in a prompt
+    except TypeError as error:  # of `dumps`, for half of a surrogate pair
         return Extracted(None, f"{rules.keys[0]!r} cannot be written as JSON: {error}")
 
 
@@ -372,8 +380,8 @@ def document_in(
             fix = f" -> an object for each conversation: {command}"
         return Extracted(None, f"not a JSON object but {type(tree).__name__}{fix}")
     expected_keys = keys if chat is None else chat.keys[:1]
-    present = [key for key in expected_keys if key in tree or value_at(tree, key) is not None]
-    if not present:
+    present_keys = [key for key in expected_keys if key in tree or value_at(tree, key) is not None]
+    if not present_keys:
         row_keys = ", ".join(sorted(tree)[:20]) or "none"
         missing = f"no key {' or '.join(map(repr, expected_keys))}; keys here: {row_keys}"
         if chat is None:
@@ -388,4 +396,4 @@ def document_in(
         return conversation_of(row, chat)
     if problem := text_rules(tuple(keys), ignored).problem(tree, {}):
         return Extracted(None, problem)
-    return text_of([value_at(tree, key) for key in present], present)
+    return text_of([value_at(tree, key) for key in present_keys], present_keys)
