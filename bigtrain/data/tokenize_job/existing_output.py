@@ -71,7 +71,7 @@ def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     return remaining
 
 
-def is_own(workspace: Workspace) -> bool:
+def is_free_or_unfinished(workspace: Workspace) -> bool:
     """Return whether the output is free or an unfinished dataset; False if that was finished just
     now. Raises DataError if it contains anything else."""
     output = workspace.output
@@ -113,8 +113,8 @@ def finished_manifest(
         logger.warning("the times of input files changed; their content still matches %s", output)
     # Compare tokenizers by their files; if these differ, load the tokenizer, which takes seconds.
     files_xxh3, recorded = files_fingerprint(request.tokenizer), manifest.tokenizer
-    same_tokenizer = files_xxh3 is not None and files_xxh3 == recorded.files_xxh3
-    same_tokenizer = same_tokenizer or load_tokenizer(request.tokenizer).hash == recorded.hash
+    same_files = files_xxh3 is not None and files_xxh3 == recorded.files_xxh3
+    same_tokenizer = same_files or load_tokenizer(request.tokenizer).hash == recorded.hash
     same_template = True
     if request.options.chat:
         template = request.find_template(load_tokenizer(request.tokenizer))
@@ -157,7 +157,7 @@ def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool
         if same_times(read.times, times):
             parts.append(read)
             continue
-        if not _holds(part, read.xxh3, read.layout_xxh3, options):
+        if not _is_unchanged(part, read.xxh3, read.layout_xxh3, options):
             workspace.drop(unit.key)
             return False
         parts.append(replace(read, times=times))
@@ -177,7 +177,9 @@ def confirm_sources(
             confirmed.append(record)
             continue
         if not record.parts or not all(
-            _holds(SourcePart(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
+            _is_unchanged(
+                SourcePart(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options
+            )
             for read in record.parts
         ):
             return None
@@ -185,9 +187,11 @@ def confirm_sources(
     return tuple(confirmed)
 
 
-def _holds(part: SourcePart, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:
-    """Compare checksums; `layout_xxh3` is optional if all parts of a file (not table) are
-    compared."""
+def _is_unchanged(
+    part: SourcePart, xxh3: str, layout_xxh3: str | None, options: ReadOptions
+) -> bool:
+    """Return whether a part still has the content with these checksums. `layout_xxh3` may be None
+    if all parts of a file, other than a table, are compared."""
     if part.source.read_once or (layout_xxh3 is None and part.source.is_hashed_by_documents):
         return False
     reader = part_reader(part, options, RejectedDocuments(True, lambda bad: None))

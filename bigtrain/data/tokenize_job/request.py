@@ -64,6 +64,7 @@ def divide(workers: int | None, num_units: int, num_bytes: int, machine: Machine
 
 
 GOLDEN = 0.6180339887498949
+"""Golden ratio: the fractional parts of its multiples are spread evenly, for any number of them."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,14 @@ def find_worker_rank(
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return _checked(number("RANK"), number("WORLD_SIZE"), "RANK and WORLD_SIZE")
     if {"SLURM_PROCID", "SLURM_ARRAY_TASK_ID"} & environment.keys():
-        task, num_tasks = number("SLURM_PROCID", "0"), number("SLURM_NTASKS", "1")
+        task_rank, num_tasks = number("SLURM_PROCID", "0"), number("SLURM_NTASKS", "1")
         if "SLURM_ARRAY_TASK_ID" not in environment:
-            return _checked(task, num_tasks, "SLURM_PROCID and SLURM_NTASKS")
+            return _checked(task_rank, num_tasks, "SLURM_PROCID and SLURM_NTASKS")
         step = max(1, number("SLURM_ARRAY_TASK_STEP", "1"))
-        index = (number("SLURM_ARRAY_TASK_ID") - number("SLURM_ARRAY_TASK_MIN", "0")) // step
-        count = number("SLURM_ARRAY_TASK_COUNT")
+        array_index = (number("SLURM_ARRAY_TASK_ID") - number("SLURM_ARRAY_TASK_MIN", "0")) // step
+        array_size = number("SLURM_ARRAY_TASK_COUNT")
         names = "SLURM_ARRAY_TASK_ID, _MIN, _STEP and _COUNT"
-        return _checked(index * num_tasks + task, count * num_tasks, names)
+        return _checked(array_index * num_tasks + task_rank, array_size * num_tasks, names)
     if "JOB_COMPLETION_INDEX" in environment:
         return WorkerRank(number("JOB_COMPLETION_INDEX"), None)
     return WorkerRank()

@@ -62,7 +62,7 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
     # Start the workers. Not by fork: the threads of a tokenizer that was used do not survive it.
     context = multiprocessing.get_context("spawn")
     processes: dict[Connection, tuple[int, SpawnProcess]] = {}
-    tokens: set[str] = set()
+    worker_tokens: set[str] = set()
     try:
         for number in range(num_processes):
             receiver, sender = context.Pipe(duplex=False)
@@ -72,7 +72,7 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
             process = context.Process(target=_run_worker, args=(worker_round, num_threads, sender))
             process.start()
             sender.close()
-            tokens.add(workspace.token)
+            worker_tokens.add(workspace.token)
             processes[receiver] = (number, process)
         _follow(processes, update)
     finally:
@@ -82,7 +82,7 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
         for _, process in processes.values():
             process.join()
         if work.workspace.directory.exists():
-            work.workspace.leases.release(tokens)
+            work.workspace.leases.release(worker_tokens)
 
 
 def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Update) -> None:
@@ -109,15 +109,16 @@ def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Updat
 
 
 def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
-    """Build units. Raise DataError or EncoderError of the first unit that fails."""
+    """Build the units that are not done, and on which no other worker holds a lease. Raise
+    DataError or EncoderError of the first unit that fails."""
     workspace, counts = work.workspace, Counts()
     leases = workspace.leases
-    reported = 0
+    reported_bytes = 0
 
     def report_progress() -> None:
-        nonlocal reported
-        if counts.num_bytes - reported >= REPORT_BYTES:
-            reported = counts.num_bytes
+        nonlocal reported_bytes
+        if counts.num_bytes - reported_bytes >= REPORT_BYTES:
+            reported_bytes = counts.num_bytes
             report(counts)
 
     for unit in work.share.order(work.units):
@@ -129,6 +130,7 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
             if has_lease and not workspace.is_done(unit):
                 if work.job.encoder.engine() in workspace.rejected():
                     return  # by another process; the next round uses another encoder
+                # A unit whose inputs have new times only is compared instead of built.
                 if confirm_unit(unit, workspace, work.job.reading):
                     counts.num_bytes += unit.num_bytes
                     report(counts)
