@@ -63,9 +63,9 @@ class AnswerEnds:
         *,
         marked: bool,
     ) -> RenderedChat:
-        """Return `conversation` with `answers` as spans, whose ends are learned: all of them end in
-        a token that ends generation. `marked`: the template has ``{% generation %}`` blocks, so its
-        author decided which text is learned. Raises ConversationError for an answer without an
+        """Return `conversation` with `answers` as spans, whose ends are learned: each answer ends
+        in a token that ends generation. `marked`: the template has ``{% generation %}`` blocks, so
+        its author decided which text is learned. Raises ConversationError for an answer without an
         end."""
         text, control = conversation.text, conversation.control
         controls = control

@@ -177,8 +177,8 @@ def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Chat
 def assistant_spans(
     template: ChatTemplate, control: ControlTokens, rendering: Rendering
 ) -> list[Answer]:
-    """Return the character range of each answer, except answers of weight 0, for a template without
-    {% generation %} blocks. Raise ConversationError if they cannot be determined."""
+    """Return the character range of every answer, without answers of weight 0, for a template that
+    has no {% generation %} blocks. Raise ConversationError if they cannot be determined."""
     answers = []
     for number in rendering.answer_numbers():
         if not is_learned(rendering.messages[number - 1]):

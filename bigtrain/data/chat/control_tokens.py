@@ -184,8 +184,8 @@ class ControlTokens:
                     yield from self._strings(item)
 
     def _mark_positions(self, string: str) -> list[int]:
-        """Return a position inside of every control token in `string`, and of every part of one
-        that text before or after `string` could complete."""
+        """Return a position inside of every control token in `string`, and inside of the part of a
+        control token that text before or after `string` could complete."""
         begins = (match.start() for match in self._first.finditer(string))
         positions = [begin + 1 for begin in begins if self._full_name.match(string, begin)]
         # The beginning of a token at the end, or the end of a token at the start: of the string, or

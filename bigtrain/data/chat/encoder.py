@@ -181,7 +181,7 @@ class ChatEncoder:
                     document_tokens = DocumentTokens(tokens[:0], mask[:0], weights)
             per_document.append(document_tokens)
 
-        # Statistics cover used documents: a row is used if none of its documents has a problem.
+        # Statistics cover the documents of rows in which no document has a problem.
         bad_rows = {number // group for number in problems}
         used_documents = [doc for n, doc in enumerate(documents) if n // group not in bad_rows]
         conversations = [doc for doc in used_documents if isinstance(doc, RenderedChat)]
@@ -214,8 +214,8 @@ class ChatEncoder:
     def _batch_results(
         self, encoded: Encoded, documents: Sequence[Document | None], texts: Sequence[bytes]
     ) -> list[BatchResult]:
-        """Return the tokens of each document, and its mask and the tokens of its prompt; None for a
-        mask or prompt that must be encoded separately, slowly."""
+        """Return tokens, mask and prompt of every document; None for a mask, or the tokens of a
+        prompt, that the batch does not determine: they are computed separately, slowly."""
         masks = self._masks(encoded, documents, texts)
         # The prompts of plain text are a second batch, without prompts that have control ranges.
         prompts = {

@@ -62,15 +62,15 @@ class Piece:
 
 @dataclass
 class Marking:
-    """Copier of values that marks the strings in them and lists each as a `Piece`. only: number of
-    the piece to mark; None: every piece."""
+    """Copier of JSON values that marks every string and lists it as a `Piece`. only: number of the
+    piece to mark; None: every piece."""
 
     only: int | None = None
     pieces: list[Piece] = field(default_factory=list)
 
     def text(self, part: ChatPart, value: str, may_think: bool = False) -> str:
-        """Return `value` with marks around its text. may_think: text before ``</think>`` is a piece
-        of its own, which is reasoning."""
+        """Return `value` with marks around its text. may_think: text before ``</think>`` is a
+        separate piece, which is reasoning."""
         segments, reasoning_end = [value], 0
         if may_think and "</think>" in value:
             segments = _THINKING.split(value)  # also returns the tags

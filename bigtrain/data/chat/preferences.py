@@ -78,7 +78,7 @@ def encode_labeled(
 def encode_classified(
     chat: ChatEncoder, rows: Documents, checks: Checks | None, names: Sequence[str]
 ) -> EncodedRows:
-    """Encode samples, with the numbers of their classes; a sample of an unknown class is bad."""
+    """Encode samples, with class numbers; a sample of an unknown class is bad."""
     samples = [dumps(row["sample"]) for row in rows]
     encoded = chat.encode(samples, checks, is_complete=True)
     problems = dict(encoded.problems)

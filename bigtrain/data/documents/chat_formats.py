@@ -238,7 +238,7 @@ def nearest(keys: Collection[str]) -> ChatFormat | None:
 
 
 def also_preferences(keys: Collection[str]) -> list[str]:
-    """Return the options of each format of a row that is a preference pair and a conversation at
+    """Return the options of every format of a row that is a preference pair and a conversation at
     once, among which the user must choose; empty for any other row."""
     formats = [entry for entry in _detected(keys) if entry.name != "tokens"]
     options = {entry.name: f"--format {entry.name}" for entry in formats}

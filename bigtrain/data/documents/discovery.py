@@ -227,7 +227,7 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
     folders), or the files of a folder, without the files that a run of bigtrain has written."""
     store, display_name = store_of(name), without_secrets(name)
     is_web, has_pattern = scheme_of(name) in ("http", "https"), is_pattern(name)
-    # The address is that of a file; if there is none, of a folder, which web servers do not have.
+    # An address names a file; if there is none, a folder, which web servers do not have.
     if not has_pattern and (is_web or not name.endswith("/")):
         try:
             status = with_retries(name, "cannot be read", lambda: store.stat(name))

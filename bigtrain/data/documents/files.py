@@ -316,7 +316,7 @@ def range_chunks(
             raise EOFError(f"it ends at byte {position}, before byte {end}")
         digest.update(chunk)
         position += len(chunk)
-        if inside_line:  # drop the rest of the previous range's line
+        if inside_line:  # drop what belongs to the previous range
             _, newline, chunk = chunk.partition(b"\n")
             inside_line = not newline
         if chunk:
@@ -333,8 +333,8 @@ def range_chunks(
 def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes | None]]:
     """Yield the lines in `chunks` with their newlines, in a list per chunk. A line of more than
     `max_bytes` (without its newline) is None, and is never stored in memory."""
-    # Parts of the line that has not ended yet, and the bytes of all its parts, also if the line is
-    # too long and its parts are dropped.
+    # Parts of the line that has not ended yet, and its bytes, which count also if the parts of a
+    # too long line are dropped.
     pending_parts: list[bytes] = []
     num_pending = 0
     for chunk in chunks:

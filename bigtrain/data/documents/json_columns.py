@@ -63,7 +63,7 @@ def _decoder(arrow_type: Any, feature: Any, is_text: bool) -> Decoder | None:
     arrow_type = getattr(arrow_type, "storage_type", arrow_type)
     arrow_item = getattr(arrow_type, "value_type", None)  # of a list or a dictionary column
     item = feature[0] if isinstance(feature, list) and feature else None
-    if isinstance(feature_type, str):  # not a struct: maybe a list, with the feature of its items
+    if isinstance(feature_type, str):  # not a struct: maybe a list, with the feature of an item
         description, item = {}, description.get("feature")
     if arrow_item is not None or item is not None:
         item_decoder = _decoder(arrow_item, item, is_text)

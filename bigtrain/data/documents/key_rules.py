@@ -49,7 +49,7 @@ def names_in(
     tree: Mapping[str, object], read_keys: Sequence[str], parent_path: str = ""
 ) -> list[str]:
     """Return the keys of a row, or of a tree of column names. An object of which only paths are
-    read (``meta.text``) is replaced by the paths of all its keys. parent_path: of `tree`,
+    read (``meta.text``) is replaced by the path of every key. parent_path: of `tree`,
     with a dot at its end."""
     if not any("." in path for path in read_keys):
         return [*tree]

@@ -64,7 +64,7 @@ class RejectedDocuments:
         """Record `bad`. Raise DataError with location and reason unless these are allowed."""
         if not self.allowed:
             if bad.reason.startswith(TEMPLATE_FAULT) and " -> " in bad.reason:
-                raise DataError(str(bad))  # without such documents few would remain
+                raise DataError(str(bad))  # few documents would remain if these were skipped
             has_fix = " -> " in str(bad)
             skip = "skip such documents: --skip-bad"
             if OTHER_KEYS.search(bad.reason):
@@ -97,7 +97,7 @@ class PartReader(ABC):
 
     `bytes_done` is updated for progress. After the iteration `num_lines` is the number of lines
     that started in the part (of a file of lines), and `checksum` and `layout` identify the content
-    that was read. `places`: line or row, as in `BadDocument`, of each document of the last block;
+    that was read. `places`: line or row, as in `BadDocument`, of every document of the last block;
     for conversations only.
     """
 

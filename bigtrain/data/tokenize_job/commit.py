@@ -155,7 +155,7 @@ class Commit:
                 engine_reason="; ".join(
                     sorted({record.engine_reason for record in unit_records} - {""})
                 ),
-                files_xxh3=files_fingerprint(tokenizer.place),
+                files_xxh3=files_fingerprint(tokenizer.load_path),
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
                 beginning_ids=self.beginning_ids,
                 answer_end_ids=tuple(sorted(self.tokenizer.ids_of(answer_ends))) or None,

@@ -169,7 +169,7 @@ def confirm_sources(
     recorded: Sequence[SourceRecord], sources: Sequence[Source], options: ReadOptions
 ) -> tuple[SourceRecord, ...] | None:
     """Return `recorded` with the times of `sources` if all contents are unchanged; else None."""
-    if [record.place for record in recorded] != [source.record.place for source in sources]:
+    if [record.identity for record in recorded] != [source.record.identity for source in sources]:
         return None
     confirmed = []
     for record, source in zip(recorded, sources, strict=True):

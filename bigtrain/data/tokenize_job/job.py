@@ -123,7 +123,7 @@ class _Build:
         self.template = request.find_template(tokenizer)
         self.beginning_ids = tokenizer.beginning(options.beginning_of_text)
         self.fim = fill_in_middle(options.fill_in_middle, tokenizer)
-        # Everything that changes the bytes of a unit is part of its identity: the options without
+        # Everything that changes the bytes of a unit belongs to the identity: the options without
         # limits of a job, and the tokens for which names in the options stand.
         identity = [
             tokenizer.hash,

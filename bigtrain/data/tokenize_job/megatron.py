@@ -1,8 +1,8 @@
 """Manifest for `.bin/.idx` pairs that Megatron or GPT-NeoX wrote, next to them and without a copy.
 
 Every token is read once: for the checksums, and to see that the tokenizer has each id. What the
-files do not contain is asked for or refused: which tokenizer made them, which of them are held out,
-and how documents end.
+files do not contain is asked for or refused: which tokenizer made the tokens, which files are held
+out, and how documents end.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def write_megatron_manifest(
             vocab_size=tokenizer.vocab_size,
             end_of_document_id=tokenizer.end_of_document_id,
             engine=ENGINE,
-            files_xxh3=files_fingerprint(tokenizer.place),
+            files_xxh3=files_fingerprint(tokenizer.load_path),
             beginning_ids=_beginning(every_scan, tokenizer),
         ),
         token_dtype=dtype,

@@ -64,7 +64,7 @@ def divide(workers: int | None, num_units: int, num_bytes: int, machine: Machine
 
 
 GOLDEN = 0.6180339887498949
-"""Golden ratio: the fractional parts of its multiples are spread evenly, for any number of them."""
+"""Golden ratio: the fractional parts of its multiples are spread evenly, however many there are."""
 
 
 @dataclass(frozen=True)

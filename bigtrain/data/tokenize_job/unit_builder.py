@@ -382,7 +382,7 @@ def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterato
 
 
 def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
-    """Add each document of a batch to the shard of its split."""
+    """Add every document of a batch to the shard writer for its split."""
     if not batch.held_out.any():  # as most batches: nothing is copied
         writers["train"].add(
             batch.tokens,

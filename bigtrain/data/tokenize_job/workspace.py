@@ -291,7 +291,7 @@ def plan_units(
     units = []
     for parts in groups:
         described = [
-            [part.source.format_name, *part.source.record.place, part.begin, part.end]
+            [part.source.format_name, *part.source.record.identity, part.begin, part.end]
             for part in parts
         ]
         key = xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())

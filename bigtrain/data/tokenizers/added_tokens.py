@@ -37,6 +37,7 @@ def add_tokens(
 def _grown(
     name: str, huggingface: Any, plain: Sequence[str], special: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int]]:
+    """Add tokens to `huggingface`; return the tokenizer, and the ids of the added tokens."""
     huggingface.add_tokens(list(special), special_tokens=True)
     huggingface.add_tokens(list(plain))
     vocabulary = huggingface.get_vocab()
@@ -107,17 +108,17 @@ def _difference(
         rule = f"{data_name} has also {', '.join(unlisted[:4])}{ellipsis}"
         return Problem(f"tokenizer.{list_name}", None, rule, "add them too")
     for text in section.added:
-        right = "add_special_tokens" if text in special else "add_tokens"
-        if section.key_of(text) != f"tokenizer.{right}":
+        list_name = "add_special_tokens" if text in special else "add_tokens"
+        if section.key_of(text) != f"tokenizer.{list_name}":
             rule = f"is a {'control' if text in special else 'plain'} token of {data_name}"
-            return Problem(section.key_of(text), text, rule, f"name it in tokenizer.{right}")
+            return Problem(section.key_of(text), text, rule, f"name it in tokenizer.{list_name}")
         key = section.key_of(text)
-        order = [new_text for new_text in beyond if section.key_of(new_text) == key]
-        if vocabulary[text] != added_ids[text] and order != [*getattr(section, right)]:
+        right_order = [new_text for new_text in beyond if section.key_of(new_text) == key]
+        if vocabulary[text] != added_ids[text] and right_order != [*getattr(section, list_name)]:
             rule = (
                 f"{text} has id {vocabulary[text]} in {data_name}, and would get {added_ids[text]}"
             )
-            remedy = f"the order of the ids: [{', '.join(order)}]"
+            remedy = f"the order of the ids: [{', '.join(right_order)}]"
             return Problem(section.key_of(text), None, rule, remedy)
     rule = f"{data_name} has the same tokens, but finds them differently"
     return Problem("tokenizer.base", base, rule, "make it by bigtrain tokenizer --config RUN.yaml")

@@ -142,20 +142,22 @@ def _changes(content: bytes, loaded: dict[str, Any]) -> dict[str, Any] | None:
     """Return the parts and model settings of `loaded` that differ from the tokenizer in `content`.
     None if the vocabulary or the merges differ. Both are compared in the canonical form of
     `tokenizers`."""
-    plain = _normal(content.decode("utf-8"))
+    plain = _canonical(content.decode("utf-8"))
     changes = _differences(loaded, plain)
     if "model" in changes:
         changes["model"] = _differences(loaded["model"], plain["model"])
         if changes["model"].keys() & {"vocab", "merges"}:
             return None
-    return changes if _normal(_with_changes(content, changes)) == loaded else None
+    return changes if _canonical(_with_changes(content, changes)) == loaded else None
 
 
 def _differences(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of `new` that `old` does not have."""
     return {key: value for key, value in new.items() if value != old.get(key)}
 
 
-def _normal(text: str) -> dict[str, Any]:
+def _canonical(text: str) -> dict[str, Any]:
+    """Return a ``tokenizer.json`` as `tokenizers` writes it."""
     from tokenizers import Tokenizer
 
     tree: dict[str, Any] = json.loads(Tokenizer.from_str(text).to_str())
@@ -163,6 +165,7 @@ def _normal(text: str) -> dict[str, Any]:
 
 
 def _with_changes(content: bytes, changes: dict[str, Any]) -> str:
+    """Return the ``tokenizer.json`` `content` with `changes` in its parts, and in its model."""
     if not changes:
         return content.decode("utf-8")
 

@@ -67,14 +67,14 @@ class Tokenizer:
     """Its end-of-sequence token, if another one ends documents (`with_end_of_document`)."""
 
     @property
-    def place(self) -> str:
+    def load_path(self) -> str:
         """Directory or name from which it can be loaded again."""
         return self.directory or self.name
 
     @cached_property
     def huggingface(self) -> Any:
         """Tokenizer object of ``AutoTokenizer``; imports transformers."""
-        return _load_with_transformers(self.place)[0] if self.loaded is None else self.loaded
+        return _load_with_transformers(self.load_path)[0] if self.loaded is None else self.loaded
 
     def encoder(
         self,
@@ -130,21 +130,24 @@ class Tokenizer:
     def text_ends(self) -> tuple[tuple[int, ...], str]:
         """Return the special tokens that it adds at the start of every text, and the text of the
         end-of-document token."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        full = self._backend.encode("a", add_special_tokens=True).ids
-        offsets = range(len(full) - len(bare) + 1)
-        begin = next((n for n in offsets if full[n : n + len(bare)] == bare), 0)
-        return tuple(full[:begin]), str(self._backend.id_to_token(self.end_of_document_id))
+        plain_ids = self._backend.encode("a", add_special_tokens=False).ids
+        full_ids = self._backend.encode("a", add_special_tokens=True).ids
+        offsets = range(len(full_ids) - len(plain_ids) + 1)
+        matches = (n for n in offsets if full_ids[n : n + len(plain_ids)] == plain_ids)
+        num_before = next(matches, 0)
+        return tuple(full_ids[:num_before]), str(self._backend.id_to_token(self.end_of_document_id))
 
     def ids_of(self, names: Iterable[str]) -> list[int]:
         """Return the ids of the `names` that are tokens."""
         ids = map(self._backend.token_to_id, names)
-        return [number for number in ids if number is not None]
+        return [token_id for token_id in ids if token_id is not None]
 
     def joins(self, first: str, second: str) -> bool:
         """Return whether the tokens of two texts decode to the two texts, joined."""
-        parts = [self._backend.encode(part, add_special_tokens=False) for part in (first, second)]
-        ids = [number for part in parts for number in part.ids]
+        encodings = [
+            self._backend.encode(text, add_special_tokens=False) for text in (first, second)
+        ]
+        ids = [token_id for encoding in encodings for token_id in encoding.ids]
         return bool(self._backend.decode(ids, skip_special_tokens=False) == first + second)
 
     def generation_ends(self) -> dict[int, str]:
@@ -152,13 +155,14 @@ class Tokenizer:
         the tokens of ``generation_config.json`` in the directory, if it exists."""
         ids = [self.end_of_document_id if self.eos_id is None else self.eos_id]
         try:
-            tree = json.loads((Path(self.place) / "generation_config.json").read_bytes())
-            listed = tree.get("eos_token_id")
-            ids += listed if isinstance(listed, list) else [listed]
+            tree = json.loads((Path(self.load_path) / "generation_config.json").read_bytes())
+            eos_ids = tree.get("eos_token_id")
+            ids += eos_ids if isinstance(eos_ids, list) else [eos_ids]
         except (OSError, ValueError, AttributeError):
             pass  # missing, or not a file of transformers
-        texts = {n: self._backend.id_to_token(n) for n in ids if isinstance(n, int) and n >= 0}
-        return {number: name for number, name in texts.items() if name}
+        valid_ids = [token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0]
+        texts = {token_id: self._backend.id_to_token(token_id) for token_id in valid_ids}
+        return {token_id: name for token_id, name in texts.items() if name}
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
         """Return the tokenizer's chat template, or the template `file`. Raises DataError if there
@@ -169,8 +173,8 @@ class Tokenizer:
             raise DataError(f"--chat-template {file} {error}") from error
         try:
             # A tokenizer may have one template for conversations with tools and one for others.
-            find = self.huggingface.get_chat_template
-            template, with_tools = find(jinja, None), find(jinja, [])
+            get_template = self.huggingface.get_chat_template
+            template, with_tools = get_template(jinja, None), get_template(jinja, [])
         except ValueError as error:
             raise NoChatTemplate(
                 f"tokenizer {self.name} has no chat template -> specify one: --chat-template FILE"
@@ -186,6 +190,7 @@ class Tokenizer:
         return ChatTemplate(template, with_tools, variables, literals)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
+        """Return the text of `tokens`, with special tokens."""
         ids = [int(token) for token in tokens]
         if self.cached is not None and self.cached.decodes_plainly:
             return self.cached.decode(ids)
