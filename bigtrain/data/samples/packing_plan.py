@@ -107,14 +107,14 @@ def open_plan(
     Any number of processes may call it at once. `packs`: several documents share a sample. Raises
     DataError if an index is corrupt, and if no location has space for it."""
     # The file name covers all that the plan depends on: lengths, documents and masks.
-    packing = f"{sequence_length}:{long_documents}" + ("" if packs else ":none")
-    digest = xxhash.xxh3_64(packing.encode())
+    plan_settings = f"{sequence_length}:{long_documents}" + ("" if packs else ":none")
+    digest = xxhash.xxh3_64(plan_settings.encode())
     shards = dataset.table.splits.get(split)
     if shards is not None:
         masks = shards.hexadecimal("mask_xxh3") if shards.is_masked else [None] * len(shards)
         tokens, sums = shards.rows["tokens"].tolist(), shards.hexadecimal("index_xxh3")
-        for row in zip(tokens, sums, masks, strict=True):
-            digest.update("{}:{}:{}".format(*row).encode())
+        for num_tokens, index_xxh3, mask_xxh3 in zip(tokens, sums, masks, strict=True):
+            digest.update(f"{num_tokens}:{index_xxh3}:{mask_xxh3}".encode())
     name = f"{split}-{digest.hexdigest()}.plan"
 
     def read(path: Path) -> PackingPlan | None:
@@ -129,11 +129,12 @@ def open_plan(
         with ExitStack() as stack:
             # The sizes are known at the end only: each array is first written to a file.
             arrays = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+            row_ends, starts, lengths = arrays
             num_packs = num_pieces = 0
             for block in blocks:
-                arrays[0].write((block.row_ends + num_pieces).astype("<i8").tobytes())
-                arrays[1].write(block.starts.astype("<i8").tobytes())
-                arrays[2].write(block.lengths.astype("<i4").tobytes())
+                row_ends.write((block.row_ends + num_pieces).astype("<i8").tobytes())
+                starts.write(block.starts.astype("<i8").tobytes())
+                lengths.write(block.lengths.astype("<i4").tobytes())
                 num_packs += len(block.row_ends)
                 num_pieces += len(block.starts)
             file.write(HEADER.pack(MAGIC, num_packs, num_pieces, *astuple(counts)))
@@ -175,11 +176,11 @@ def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> Pac
             return np.empty(0, dtype)
         return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))
 
-    ends = HEADER.size + 8 * num_packs
+    pieces_offset = HEADER.size + 8 * num_packs
     return PackingPlan(
         array("<i8", HEADER.size, num_packs),
-        array("<i8", ends, num_pieces),
-        array("<i4", ends + 8 * num_pieces, num_pieces),
+        array("<i8", pieces_offset, num_pieces),
+        array("<i4", pieces_offset + 8 * num_pieces, num_pieces),
         PackingCounts(*counts),
         sequence_length,
         path,
@@ -199,8 +200,9 @@ class PackedDocuments(StreamSamples):
             return
         width = self.sequence_length + 1
         pieces = self._pieces(samples)
-        last = np.flatnonzero(np.diff(pieces.numbers, append=len(samples)))
-        row_lengths = pieces.positions[last] + pieces.lengths[last]
+        # The end of the last piece of every sample, which padding follows.
+        last_pieces = np.flatnonzero(np.diff(pieces.numbers, append=len(samples)))
+        row_lengths = pieces.positions[last_pieces] + pieces.lengths[last_pieces]
         if row_lengths.max() > width:
             raise self._corrupt()
         positions, loss_mask = self._read(pieces, rows, out)
@@ -225,18 +227,18 @@ class PackedDocuments(StreamSamples):
         pieces = self._pieces(samples)
         width = self.sequence_length + 1
         positions = np.full(len(samples) * width, -1)
-        count = int(pieces.lengths.sum())
-        offsets_in_piece = np.arange(count) - np.repeat(
-            np.cumsum(pieces.lengths) - pieces.lengths, pieces.lengths
-        )
-        row_positions = (
-            np.repeat(pieces.numbers * width + pieces.positions, pieces.lengths) + offsets_in_piece
-        )
-        positions[row_positions] = np.repeat(pieces.starts, pieces.lengths) + offsets_in_piece
+        num_tokens = int(pieces.lengths.sum())
+        # For every token of the pieces: its offset in the piece, and its index in `positions`.
+        piece_begins = np.cumsum(pieces.lengths) - pieces.lengths
+        offsets = np.arange(num_tokens) - np.repeat(piece_begins, pieces.lengths)
+        row_begins = pieces.numbers * width + pieces.positions
+        indices = np.repeat(row_begins, pieces.lengths) + offsets
+        positions[indices] = np.repeat(pieces.starts, pieces.lengths) + offsets
         return positions.reshape(len(samples), width)
 
     def _pieces(self, samples: Indices) -> Ranges:
         assert 0 <= samples.min() <= samples.max() < self.num_samples
+        # A sample consists of the pieces `low` to `high` of the plan.
         plan = self.plan
         high = plan.row_ends[samples]
         low = np.where(samples > 0, plan.row_ends[samples - 1], 0)
@@ -252,6 +254,7 @@ class PackedDocuments(StreamSamples):
         ):
             raise self._corrupt()
         numbers = np.repeat(np.arange(len(samples)), counts)
+        # The position of a piece in its row: the lengths of earlier pieces of the sample.
         begins = np.cumsum(lengths) - lengths
         positions = begins - np.repeat(begins[np.cumsum(counts) - counts], counts)
         return Ranges(numbers, starts, lengths, positions)

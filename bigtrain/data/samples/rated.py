@@ -50,15 +50,19 @@ class RatedSamples(PaddedSamples):
         """Return three ranges for each sample: its document, its prompt, and the answer of the
         previous document."""
         previous = (samples - 1) % self.num_samples
-        prompts, previous_prompts = map(self._prompt_lengths, (samples, previous))
-        firsts = self._begins[samples]
-        answers = self._lengths[previous] - previous_prompts
-        starts = [firsts, firsts, self._begins[previous] + previous_prompts]
-        lengths = [self._lengths[samples], prompts, np.minimum(answers, self._half - prompts)]
+        prompt_lengths, previous_prompt_lengths = map(self._prompt_lengths, (samples, previous))
+        begins = self._begins[samples]
+        answer_lengths = self._lengths[previous] - previous_prompt_lengths
+        starts = [begins, begins, self._begins[previous] + previous_prompt_lengths]
+        lengths = [
+            self._lengths[samples],
+            prompt_lengths,
+            np.minimum(answer_lengths, self._half - prompt_lengths),
+        ]
         positions = [
             np.zeros_like(samples),
             np.full_like(samples, self._half),
-            self._half + prompts,
+            self._half + prompt_lengths,
         ]
         columns = (np.stack(column, 1).reshape(-1) for column in (starts, lengths, positions))
         return Ranges(np.repeat(np.arange(len(samples)), 3), *columns)

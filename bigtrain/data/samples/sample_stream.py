@@ -77,13 +77,15 @@ class SampleStream:
             weighs |= item.weights is not None
         self.items = replace(self.items, weighs=weighs)
         # A resumed run opens a new stream, at its beginning or at a state: the items must be equal.
-        for first in (0, _PROBES // 2):
-            reopened = self.open(positions[first] if first else None)
+        for first_item in (0, _PROBES // 2):
+            reopened = self.open(positions[first_item] if first_item else None)
             change, fix = "the stream is made again", "let the items depend on the settings only"
-            if first:
-                change = f"a new stream gets the state from before item {first}, by load_state_dict"
+            if first_item:
+                change = (
+                    f"a new stream gets the state from before item {first_item}, by load_state_dict"
+                )
                 fix = "let state_dict() determine the next item, also while __iter__ is at a yield"
-            for number in range(first, _PROBES):
+            for number in range(first_item, _PROBES):
                 if _bytes_of(reopened.next()) != contents[number]:
                     rule = f"is another one when {change}, so that a run could not resume"
                     raise self.items.wrong(number, rule, fix)

@@ -82,13 +82,13 @@ class SourceSamples:
         numbers = np.linspace(0, self.num_samples - 1, _PROBES).astype(int).tolist()
         weighs = False
         for number in sorted({*numbers}):
-            items = [self.read(number) for _ in range(2)]
-            contents = [np.concatenate(item[:2]).tobytes() + item.weight_bytes for item in items]
+            readings = [self.read(number) for _ in range(2)]
+            contents = [np.concatenate(item[:2]).tobytes() + item.weight_bytes for item in readings]
             if contents[0] != contents[1]:
                 rule = "is another one when it is read again, so that a run could not resume"
                 raise self.items.wrong(number, rule, "let an item depend on its number only")
             digest.update(contents[0])
-            weighs |= items[0].weights is not None
+            weighs |= readings[0].weights is not None
         self.weighs_loss = weighs
         self.items = replace(self.items, weighs=weighs)
         return digest.intdigest()
@@ -126,16 +126,16 @@ def with_source(
         source_class, name = type(program_source), f"data = {type(program_source).__name__}"
     else:
         source_class = import_named("data.samples.type", section.type)
-    new = partial(_made, source_class, section.settings, name)
+    make_source = partial(_made, source_class, section.settings, name)
     length, table = config.batch.sequence_length, dataset.table
     if is_stream(source_class):
         items = ItemReader(name, source_class, length, table.tokenizer.vocab_size)
-        make = new if program_source is None else rewound_by(program_source, items)
+        make = make_source if program_source is None else rewound_by(program_source, items)
         stream = SampleStream(make, items, np.dtype(table.token_dtype))
         identity = stream.identity(section.settings)
         table = _with_train(table, NUM_SAMPLES * length + 1, identity, stream.items)
         return StreamDataset(dataset.path, table, dataset.splits, stream)
-    source = new() if program_source is None else program_source
+    source = make_source() if program_source is None else program_source
     samples = SourceSamples(source, name, length, dataset)
     identity = samples.identity(section.settings)
     table = _with_train(table, samples.num_samples * length + 1, identity, samples.items)
