@@ -184,19 +184,20 @@ class PreferenceLoss(LogProbabilityLoss):
 
     def loss(self, batch: ObjectiveBatch) -> torch.Tensor:
         section, present = self.objective.section, pairs_present(batch.labels)
-        # Rewards of rows: log ratio to the reference, or without one the mean log-probability.
-        values = rewards = batch.row_means
+        # Rewards of rows: log ratio to the reference, or without one the mean log-probability. The
+        # inputs of some losses are log ratios per token, while the metrics are log ratios of rows.
+        loss_inputs = rewards = batch.row_means
         if self.objective.needs_reference:
             assert batch.reference_sums is not None
-            values = rewards = batch.row_sums - batch.reference_sums
+            loss_inputs = rewards = batch.row_sums - batch.reference_sums
             if section.loss in _PER_TOKEN:
-                values = rewards / batch.row_lengths.clamp(min=1)
+                loss_inputs = rewards / batch.row_lengths.clamp(min=1)
 
-        # Padding has no loss; a row of it may be next to a row with targets.
-        def side(rows: torch.Tensor, first_row: int) -> torch.Tensor:
+        # Padding has no loss; a row of padding may be next to a row with targets.
+        def side(rows: torch.Tensor, first_row: int) -> torch.Tensor:  # 0: chosen, 1: rejected
             return torch.where(present, rows[first_row::2], torch.zeros_like(rows[first_row::2]))
 
-        losses = LOSSES[section.loss](side(values, 0), side(values, 1), section)
+        losses = LOSSES[section.loss](side(loss_inputs, 0), side(loss_inputs, 1), section)
         if section.sft_weight:
             # RPO (arXiv 2404.19733, equation 1): -weight log p_w per token of the chosen answer.
             losses = losses - section.sft_weight * batch.row_means[0::2]
