@@ -61,12 +61,12 @@ class AnswerEnds:
         rendering: Rendering,
         answers: Sequence[Answer],
         *,
-        marked: bool,
+        has_blocks: bool,
     ) -> RenderedChat:
         """Return `conversation` with `answers` as spans, whose ends are learned: each answer ends
-        in a token that ends generation. `marked`: the template has ``{% generation %}`` blocks, so
-        its author decided which text is learned. Raises ConversationError for an answer without an
-        end."""
+        in a token that ends generation. `has_blocks`: the template has ``{% generation %}`` blocks,
+        so its author decided which text is learned. Raises ConversationError for an answer without
+        an end."""
         text, control = conversation.text, conversation.control
         controls = control
         if controls is None:
@@ -83,7 +83,7 @@ class AnswerEnds:
             end_token = self._last_token(text, tokens_in_answer, end)
             if end_token is None:
                 end_token, full_text = self._end_after(
-                    rendering, full_text, answer, controls, marked=marked
+                    rendering, full_text, answer, controls, has_blocks=has_blocks
                 )
                 end = end_token[1]
             ends.add(full_text[slice(*end_token)])
@@ -139,19 +139,19 @@ class AnswerEnds:
         answer: Answer,
         tokens: Sequence[Span],
         *,
-        marked: bool,
+        has_blocks: bool,
     ) -> _EndAfter:
         """Return the token that ends an answer and follows it, or is appended to the text."""
         messages, end = rendering.messages, answer.spans[-1][1]
         following = next((token for token in tokens if token[0] >= end), None)
         if following is not None and not text[end : following[0]].strip():
             name = text[slice(*following)]
-            if marked:
-                raise _closed_early(answer.number, name)
+            if has_blocks:
+                raise _closed_early_error(answer.number, name)
             if self.by_next_role or name == self.usual or name in self.eos:
                 return _EndAfter(following, text)
         if text[end:].strip() or not self.by_next_role or answer.number != len(messages):
-            raise _without_end(answer.number, marked)
+            raise _without_end_error(answer.number, has_blocks)
 
         # The token of the next role: of a tool's response, or of the user.
         end_name = self.usual
@@ -164,9 +164,9 @@ class AnswerEnds:
             if longer.startswith(text):
                 end_name = self._first_token(longer[len(text) :])
         if end_name is None:
-            raise _without_end(answer.number, marked)
-        if marked:
-            raise _closed_early(answer.number, end_name)
+            raise _without_end_error(answer.number, has_blocks)
+        if has_blocks:
+            raise _closed_early_error(answer.number, end_name)
         return _EndAfter((len(text), len(text) + len(end_name)), text + end_name)
 
     def _after_answer(self, messages: Messages) -> str | None:
@@ -200,7 +200,7 @@ class AnswerEnds:
         return frozenset(match.group() for match in self._control.find(between))
 
 
-def _closed_early(number: int, name: str) -> ConversationError:
+def _closed_early_error(number: int, name: str) -> ConversationError:
     return ConversationError(
         f"the chat template closes the {{% generation %}} block of message {number} before {name}, "
         "the token that ends the answer: it would not be learned, and generation would not stop "
@@ -208,8 +208,8 @@ def _closed_early(number: int, name: str) -> ConversationError:
     )
 
 
-def _without_end(number: int, marked: bool) -> ConversationError:
-    position = "inside the {% generation %} block" if marked else "after the answer"
+def _without_end_error(number: int, has_blocks: bool) -> ConversationError:
+    position = "inside the {% generation %} block" if has_blocks else "after the answer"
     return ConversationError(
         f"the chat template ends message {number}, an answer, in no token that ends generation: "
         f"the model would not learn to stop -> write {{{{ eos_token }}}} {position} in the "

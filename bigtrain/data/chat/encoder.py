@@ -52,7 +52,7 @@ from bigtrain.data.chat.document_forms import (
     TokenizedRow,
 )
 from bigtrain.data.chat.marked_strings import CALLS, CONTENT, is_counted_only
-from bigtrain.data.chat.rendered_parts import find_parts, refuse
+from bigtrain.data.chat.rendered_parts import dropped_part_error, find_parts
 from bigtrain.data.chat.template_demands import render_accepted
 from bigtrain.data.chat.token_bytes import TokenBytes, token_bytes
 from bigtrain.data.documents.conversations import weight_of
@@ -148,7 +148,7 @@ class ChatEncoder:
         problems: dict[int, str] = {}
         for number, content in enumerate(contents):
             try:
-                documents.append(self._render(read_document(content), is_complete))
+                documents.append(self._document_of(read_document(content), is_complete))
             except ConversationError as error:
                 problems[number] = str(error)
                 documents.append(None)
@@ -290,8 +290,8 @@ class ChatEncoder:
             for number in range(len(documents))
         ]
 
-    def _render(self, tree: dict[str, Any], is_complete: bool) -> Document:
-        """Return a parsed document in its form. Raise ConversationError if it is unusable."""
+    def _document_of(self, tree: dict[str, Any], is_complete: bool) -> Document:
+        """Return a document with the text to encode. Raise ConversationError if it is unusable."""
         if "input_ids" in tree:
             row = TokenRow.of_document(tree)
             row.require_in_vocabulary(self.vocab_size)
@@ -308,19 +308,21 @@ class ChatEncoder:
         return self._conversation(self.template, tree["messages"], tree.get("tools"), is_complete)
 
     def _plain_text(self, prompt: str, completion: str, *, is_open: bool = False) -> PlainText:
+        """Return plain text, of which nothing becomes a control token without trust."""
         assert self.plain_ends is not None
         # Data made for other tools may contain the end as text.
         text = prompt + completion.removesuffix(self.plain_ends.end_text)
         may_spell_control = self.control.are_normalized or self.control.could_be_from(
             [prompt, completion]
         )
-        # Without trust no part of the text becomes a control token: there are no ranges of any.
         control: Spans | None = () if may_spell_control and not self.trusted else None
         return PlainText(prompt, text, control, self.plain_ends, is_open, self.trusted)
 
     def _conversation(
         self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, is_complete: bool
     ) -> RenderedChat:
+        """Return a conversation as text, with the learned ranges. Raise ConversationError if the
+        template refuses or drops a part, or if the ranges cannot be determined."""
         accepted = render_accepted(template, messages, tools)
         messages, text = accepted.messages, accepted.text
 
@@ -330,15 +332,15 @@ class ChatEncoder:
         if self.rules is not None and not self.rules.allow_unrendered:
             for part in dropped:
                 if not is_counted_only(part.part_kind):
-                    raise refuse(template, part)
+                    raise dropped_part_error(template, part)
         if is_complete:  # every token is learned, so no search for answers
             control = self._written_control(template, text, messages, tools)
             return RenderedChat(text, (), control, dropped)
 
-        # Characters of the answers: inside blocks, or by further renderings.
-        marked = template.marks_assistant(tools)
+        # Characters of the answers: in {% generation %} blocks, or by further renderings.
+        has_blocks = template.marks_assistant(tools)
         rendering = Rendering(messages, tools, text, parts.strings)
-        if marked:
+        if has_blocks:
             answers = learned_blocks(rendering, accepted.blocks)
             dropped += tuple(unmarked_parts(rendering, answers))
         else:
@@ -363,7 +365,7 @@ class ChatEncoder:
                     continue
             learned.append(Answer(answer.number, tuple(spans)))
         conversation = RenderedChat(text, (), control, dropped, _weights(rendering, learned))
-        return self.answer_ends.finish(conversation, rendering, learned, marked=marked)
+        return self.answer_ends.finish(conversation, rendering, learned, has_blocks=has_blocks)
 
     def _written_control(
         self, template: ChatTemplate, text: str, messages: Any, tools: Any
@@ -374,6 +376,7 @@ class ChatEncoder:
             marked, marked_tools = self.control.marked([messages, tools])
             marked_text, _ = template.render(marked, marked_tools)
             return self.control.written_by_template(text, marked_text)
+        # No string spells a control token, but the normalizer may make one of other text.
         if not self.trusted and self.control.are_normalized:
             return [match.span() for match in self.control.find(text)]
         return None

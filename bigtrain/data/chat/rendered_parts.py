@@ -91,12 +91,14 @@ def find_parts(
         positions = _mark_positions(marked)
         ranges_of_pieces = [_ranges(n, piece, positions, text) for n, piece in enumerate(pieces)]
     else:
-        # Each piece is marked in a separate rendering.
+        # Each piece is marked in a separate rendering, or else searched as text.
         ranges_of_pieces = []
         for number, piece in enumerate(pieces):
             marked = None
             if piece.is_marked and number < MAX_SINGLE_RENDERINGS and not _MARKS.search(text):
-                marked = _rendered(template, *marked_conversation(Marking(number), messages, tools))
+                marked = _rendered(
+                    template, *marked_conversation(Marking(only=number), messages, tools)
+                )
             if marked is not None and _MARKS.sub("", marked) == text:
                 ranges_of_pieces.append(_ranges(number, piece, _mark_positions(marked), text))
             else:
@@ -116,7 +118,8 @@ def find_parts(
             role = message["role"]
             if role not in USUAL_ROLES and isinstance(message.get("content"), str):
                 usual_role = "tool" if role in RESULTS else "user"
-                usual_role = "system" if role == "developer" else usual_role
+                if role == "developer":
+                    usual_role = "system"
                 raise ConversationError(
                     f"the chat template ignores message {part.message} (role {role!r}) -> map the "
                     f"role: --role {role}={usual_role}"
@@ -255,6 +258,7 @@ def _is_written(text: str, written: str) -> bool:
 
 
 def _unescaped_one(match: re.Match[str]) -> str:
+    """Return the character of an escape of `_ESCAPE`."""
     escape = match.group()
     if escape[1] in "uU":
         return _unescaped(match)
@@ -299,7 +303,7 @@ def _with_stripped_kind(
     return part if part in still_dropped else ChatPart(STRIPPED, part.message, part.name)
 
 
-def refuse(template: ChatTemplate, part: ChatPart) -> ConversationError:
+def dropped_part_error(template: ChatTemplate, part: ChatPart) -> ConversationError:
     """Return the error for a part that the template drops."""
     sources = template.source + template.source_with_tools
     read_keys = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]

@@ -51,7 +51,7 @@ def render_accepted(
             openai_messages = [_in_openai_format(message) for message in messages]
             with suppress(TemplateRefusal):
                 return AcceptedRendering(openai_messages, *template.render(openai_messages, tools))
-        raise explained(template, messages, tools, refusal) from refusal
+        raise explained_error(template, messages, tools, refusal) from refusal
 
 
 def _in_openai_format(message: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _in_openai_format(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": message.get("content") or None, "tool_calls": calls}
 
 
-def explained(
+def explained_error(
     template: ChatTemplate, messages: Messages, tools: Tools, refusal: TemplateRefusal
 ) -> ConversationError:
     """Return the error for a conversation that the template refuses: the exception, the changes

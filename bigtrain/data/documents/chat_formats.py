@@ -73,6 +73,7 @@ def _with_system(messages: object, system: object) -> object:
 
 
 def _sharegpt(values: Values, roles: Roles) -> Chat:
+    """Return a conversation of turns with a speaker and a text."""
     turns, system, tools = values
     turns = from_text(turns)
     if not isinstance(turns, list):
@@ -92,6 +93,7 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
 
 
 def _alpaca(values: Values, roles: Roles) -> Chat:
+    """Return a conversation of an instruction, its output, and earlier pairs of both."""
     instruction, input_text, output, system, history = values
     history = from_text(history)
     messages: Messages = []
@@ -299,9 +301,9 @@ def text_of(values: Sequence[Any], keys: Sequence[str]) -> Extracted:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Rows as conversations: format, its keys in a row, whether only the last answer has loss,
-    roles of names in the data, keys of a turn if they differ from the format's, and keys of a row
-    that are not to be read."""
+    """Conversion of rows to conversations. keys: names that the format's keys have in a row.
+    last_only: only the last answer has loss. roles: of names in the data. turn_keys: names that the
+    format's keys of a turn have, if they differ. ignored: keys of a row that are not to be read."""
 
     format: ChatFormat
     keys: tuple[str, ...]
@@ -322,8 +324,8 @@ class Conversations:
         return (*dict.fromkeys(rules.read_keys), *rules.refused)
 
     def with_known_turns(self, key: str, value: object) -> object:
-        """Return `value` with the keys of each turn renamed from the dataset's (`turn_keys`) to the
-        format's; unchanged where `key` holds no messages."""
+        """Return the turns in `value` with keys by their names in the format, instead of
+        `turn_keys`; the unchanged `value` if `key` holds no messages."""
         renames = bool(self.turn_keys) and self.turn_keys != self.format.turn_keys
         if not renames or key not in MESSAGE_KEYS:
             return value

@@ -339,26 +339,22 @@ def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes 
     num_pending = 0
     for chunk in chunks:
         # Four times as fast as `bytes.split`, which checks the bytes one by one.
-        complete_lines = io.BytesIO(chunk).readlines()
-        unfinished_line = (
-            complete_lines.pop() if complete_lines and not chunk.endswith(b"\n") else b""
-        )
-        if complete_lines:
-            lines: list[bytes | None] = [*complete_lines]
-            num_pending += len(complete_lines[0]) - 1
-            lines[0] = (
-                None if num_pending > max_bytes else b"".join([*pending_parts, complete_lines[0]])
-            )
+        complete = io.BytesIO(chunk).readlines()
+        unfinished = complete.pop() if complete and not chunk.endswith(b"\n") else b""
+        if complete:
+            lines: list[bytes | None] = [*complete]
+            num_pending += len(complete[0]) - 1
+            lines[0] = b"".join([*pending_parts, complete[0]]) if num_pending <= max_bytes else None
             # Lines inside of the chunk cannot be longer than the chunk.
             if len(chunk) > max_bytes:
                 lines = [None if line and len(line) > max_bytes + 1 else line for line in lines]
             yield lines
             pending_parts, num_pending = [], 0
-        num_pending += len(unfinished_line)
+        num_pending += len(unfinished)
         if num_pending > max_bytes:
             pending_parts = []
-        elif unfinished_line:
-            pending_parts.append(unfinished_line)
+        elif unfinished:
+            pending_parts.append(unfinished)
     if num_pending:
         yield [None if num_pending > max_bytes else b"".join(pending_parts)]
 

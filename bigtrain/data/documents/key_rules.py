@@ -14,7 +14,7 @@ from bigtrain.data.documents.row_keys import ROW_KEYS, RowKey, Values
 MAX_SHAPES = 4096
 """Sets of keys that are counted apart; rows with data as keys may have any number."""
 MAX_NAMES = 1000
-SHOWN_NAMES = 20
+SHOWN_NAMES, SHOWN_CHARACTERS = 20, 60
 OTHER_NAMES = "(other keys)"
 
 
@@ -45,17 +45,14 @@ class KeyCounts:
         self.shapes.clear()
 
 
-def names_in(
-    tree: Mapping[str, object], read_keys: Sequence[str], parent_path: str = ""
-) -> list[str]:
+def names_in(tree: Mapping[str, object], read_keys: Sequence[str], parent: str = "") -> list[str]:
     """Return the keys of a row, or of a tree of column names. An object of which only paths are
-    read (``meta.text``) is replaced by the path of every key. parent_path: of `tree`,
-    with a dot at its end."""
+    read (``meta.text``) is replaced by the path of every key. parent: path of `tree`, and a dot."""
     if not any("." in path for path in read_keys):
         return [*tree]
     names: list[str] = []
     for key, value in tree.items():
-        name = f"{parent_path}{key}"
+        name = f"{parent}{key}"
         has_paths_read = any(path.startswith(f"{name}.") for path in read_keys)
         if has_paths_read and isinstance(value, Mapping) and name not in read_keys:
             names += names_in(value, read_keys, f"{name}.")
@@ -77,31 +74,28 @@ class KeyRules:
     def refused(self) -> Mapping[str, tuple[RowKey, ...]]:
         """Entries of `ROW_KEYS` by the key that they may refuse; none for a key that is read, or
         that begins a path that is read."""
-        path_beginnings = {path.partition(".")[0] for path in self.read_keys}
-        read_names = {*self.read_keys, *path_beginnings}
+        path_beginnings = (path.partition(".")[0] for path in self.read_keys)
+        skipped = {*self.read_keys, *path_beginnings, *self.ignored}
         entries_by_key: dict[str, tuple[RowKey, ...]] = {}
         for entry in ROW_KEYS:
             if entry.action == "refused" and self.format in entry.formats:
-                for name in entry.names:
-                    if name not in read_names and name not in self.ignored:
-                        entries_by_key[name] = (*entries_by_key.get(name, ()), entry)
+                for name in (name for name in entry.names if name not in skipped):
+                    entries_by_key[name] = (*entries_by_key.get(name, ()), entry)
         return entries_by_key
 
     def problem(self, row: Values, values: Values) -> str:
         """Return why a row is refused, for the first refused key in the order of `ROW_KEYS`; empty
         if it is accepted. `values`: of the format's keys."""
-        if self.refused.keys().isdisjoint(row.keys()):  # as most rows
+        if self.refused.keys().isdisjoint(row):  # as most rows
             return ""
-        for name in self.refused:
-            if name not in row:
-                continue
+        for name in (name for name in self.refused if name in row):
             value = row[name]
             for entry in self.refused[name]:
                 if entry.matters(value, values):
                     first = self.read_keys[0] if self.read_keys else ""
                     literal = repr(value)
-                    if len(literal) > 60:
-                        literal = f"{literal[:60]}..."
+                    if len(literal) > SHOWN_CHARACTERS:
+                        literal = f"{literal[:SHOWN_CHARACTERS]}..."
                     return entry.text.format(name=name, value=literal, first=first)
         return ""
 

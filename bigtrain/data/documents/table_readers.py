@@ -141,8 +141,8 @@ class TableReader(RowReader):
         other rows the reason as a negative number."""
         values = block.values
         rows = values.rows() if isinstance(values, TextColumn) else values
-        for number, columns in enumerate(rows, block.row):
-            row = self._row(columns)
+        for number, row_values in enumerate(rows, block.row):
+            row = self._row(row_values)
             content, reason = self._document(row)
             if content is None:
                 sizes.append(-1 - xxhash.xxh32_intdigest(reason.encode()))

@@ -76,6 +76,7 @@ class PackingPlan:
         return 1 - self.counts.packed_tokens / max(1, self.num_packs * (self.sequence_length + 1))
 
     def describe(self) -> str:
+        """Return the statistics, human-readable."""
         counts, tokens = self.counts, max(1, self.counts.tokens)
         parts = [
             f"{counts.documents:,} documents in {self.num_packs:,} samples",
@@ -168,7 +169,7 @@ def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> Pac
     if len(header) < HEADER.size:
         return None
     magic, num_packs, num_pieces, *counts = HEADER.unpack(header)
-    if magic != MAGIC or size != HEADER.size + 8 * num_packs + 12 * num_pieces:
+    if magic != MAGIC or size != HEADER.size + 8 * num_packs + (8 + 4) * num_pieces:
         return None
 
     def array(dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
@@ -271,7 +272,8 @@ def balanced(
     read in the order micro-step, rank, row (`bigtrain.settings.batch_plan.BatchPlan`): the largest
     come first, the samples of a micro-step are neighbors by work, and rows are dealt to the ranks
     forth and back."""
-    order = np.argsort(-work, axis=1, kind="stable")
+    order = np.argsort(-work, axis=1, kind="stable")  # the largest first
+    # [steps, micro-steps, rows, ranks]: every second row is dealt in the order of falling ranks.
     dealt = order.reshape(len(samples), -1, micro_batch_size, data_size).copy()
     dealt[:, :, 1::2] = dealt[:, :, 1::2, ::-1]
     sample_order = dealt.swapaxes(2, 3).reshape(samples.shape)

@@ -111,7 +111,7 @@ class Ranges:
         return Ranges(*(getattr(self, field.name)[is_selected] for field in fields(Ranges)))
 
     def scaled(self, factor: int) -> Ranges:
-        """Return the ranges of bytes of values of `factor` bytes."""
+        """Return the ranges in bytes, for tokens with values of `factor` bytes."""
         return Ranges(
             self.numbers, self.starts * factor, self.lengths * factor, self.positions * factor
         )
@@ -162,9 +162,9 @@ class TokenStream:
         # are not worth the cost per map.
         numbers = np.searchsorted(self._ends, starts, side="right")
         numbers[starts + width > self._ends[numbers]] = -1  # continues in the next shard
-        shard_numbers = (
-            np.unique(numbers).tolist() if len(self.shards) > 1 else [int(numbers.max())]
-        )
+        shard_numbers = [int(numbers.max())]  # of a stream with one shard, without sorting
+        if len(self.shards) > 1:
+            shard_numbers = np.unique(numbers).tolist()
         if len(starts) < MIN_ROWS_OF_SHARD * len(shard_numbers):
             return np.arange(len(starts))
         # Major page faults of this thread wait for a disk.

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from typing import NamedTuple
 
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
 from bigtrain.data.tokenize_job.request import WorkerRank, Workers
@@ -32,6 +33,11 @@ REPORT_BYTES = 1 << 22
 
 Update = Callable[[int, Counts], None]
 """Callback with a worker's number and its counts in this round."""
+
+
+class _Worker(NamedTuple):
+    number: int
+    process: SpawnProcess
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,12 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
     if not workers.started:
         # Even on one core reading and writing wait less in parallel with an encoder.
         job = replace(work.job, num_threads=max(2, num_threads))
-        _take_units(replace(work, job=job), partial(update, 0))
+        _build_units(replace(work, job=job), partial(update, 0))
         return
     job = replace(work.job, num_threads=num_threads)
     # Start the workers. Not by fork: the threads of a tokenizer that was used do not survive it.
     context = multiprocessing.get_context("spawn")
-    processes: dict[Connection, tuple[int, SpawnProcess]] = {}
+    started: dict[Connection, _Worker] = {}  # by the connection on which a worker reports
     worker_tokens: set[str] = set()
     try:
         for number in range(num_processes):
@@ -73,21 +79,22 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
             process.start()
             sender.close()
             worker_tokens.add(workspace.token)
-            processes[receiver] = (number, process)
-        _follow(processes, update)
+            started[receiver] = _Worker(number, process)
+        _follow(started, update)
     finally:
         # After an error: end all workers, and free their units for the next round.
-        for _, process in processes.values():
-            process.kill()
-        for _, process in processes.values():
-            process.join()
+        for worker in started.values():
+            worker.process.kill()
+        for worker in started.values():
+            worker.process.join()
         if work.workspace.directory.exists():
             work.workspace.leases.release(worker_tokens)
 
 
-def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Update) -> None:
-    """Wait until every worker has reported its end. Raise the first reported error."""
-    running = dict(processes)
+def _follow(started: dict[Connection, _Worker], update: Update) -> None:
+    """Wait until every worker has reported its end. Raise the first reported error. A message is
+    `Counts`, and at the end None or an error."""
+    running = dict(started)
     while running:
         for connection in wait(list(running)):
             assert isinstance(connection, Connection)
@@ -108,7 +115,7 @@ def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Updat
                 raise message
 
 
-def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
+def _build_units(work: Round, report: Callable[[Counts], None]) -> None:
     """Build the units that are not done, and on which no other worker holds a lease. Raise
     DataError or EncoderError of the first unit that fails."""
     workspace, counts = work.workspace, Counts()
@@ -146,7 +153,7 @@ def _run_worker(work: Round, num_threads: int, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        _take_units(work, connection.send)
+        _build_units(work, connection.send)
     except (BigtrainError, EncoderError, OSError) as error:
         connection.send(error)
     except BaseException:

@@ -67,7 +67,7 @@ class PartDone:
 
 
 class UnitRecord(Record):
-    """`KEY.json`. Record of a unit. `documents` are the good ones, `token` names the process that
+    """`KEY.json`. Record of a unit. `documents`: usable ones; `token` names the process that
     wrote the files. For conversations: `unrendered` parts by kind, and the texts of the control
     tokens that end answers and that answers contain. `fill_in_middle`: documents rearranged, by
     mode; `filtered`: dropped by the text filter, by reason; `spelled_tokens`: control tokens that
@@ -195,7 +195,7 @@ class Workspace:
                 f"{self.output} is unfinished, and was started with {filter_text} -> start it with "
                 "that, or remove the directory to start over"
             )
-        assert current is not None
+        assert current is not None  # it differs from no filter
         write_whole(path, current.model_dump_json().encode("utf-8"), self.draft(FILTER_NAME))
 
     def remove(self) -> None:
@@ -207,6 +207,7 @@ class Workspace:
             shutil.rmtree(folder, ignore_errors=True)
 
     def has_work(self) -> bool:
+        """Return whether the folder has a record or lease of a unit, or of a commit."""
         names = (path.name for path in self.directory.glob("*.*"))
         return any(RECORD_OR_LEASE.fullmatch(name) for name in names)
 
@@ -238,15 +239,13 @@ class Workspace:
 
     def _has_files(self, record: UnitRecord) -> bool:
         try:
-            are_sizes_right = [
+            are_complete = [
                 (self.directory / f"{shard.name}.bin").stat().st_size == shard.bytes
                 for shard in record.splits.values()
             ]
         except FileNotFoundError:
             return False
-        return all(are_sizes_right) and all(
-            (self.directory / name).exists() for name in record.files
-        )
+        return all(are_complete) and all((self.directory / name).exists() for name in record.files)
 
 
 UNIT_FORMAT = 3
