@@ -135,12 +135,13 @@ def _owners_of_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[list
         if owners[index]:
             continue
         # A block without a string continues the block before it, or begins the block after it.
-        indices = [i for i in (index - 1, index + 1) if 0 <= i < len(blocks)]
-        neighbours = [i for i in indices if len(owners[i]) == 1]
-        gaps = {neighbour: sorted((blocks[neighbour], block)) for neighbour in neighbours}
-        touching = [i for i, (a, b) in gaps.items() if not rendering.text[a[1] : b[0]].strip()]
-        if touching:
-            owners[index] = owners[touching[0]]
+        for neighbour in (index - 1, index + 1):
+            if 0 <= neighbour < len(blocks) and len(owners[neighbour]) == 1:
+                left, right = sorted((blocks[neighbour], block))
+                if not rendering.text[left[1] : right[0]].strip():
+                    owners[index] = owners[neighbour]
+                    break
+        if owners[index]:
             continue
         # Or the only answer between the strings before and after it owns the block.
         before = [string.message for string in first_strings if string.end <= block[0]]

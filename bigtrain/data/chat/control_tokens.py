@@ -58,8 +58,7 @@ class ControlTokens:
         self._beginnings = {name[:end] for name in names for end in range(1, len(name))}
         self._endings = {name[begin:] for name in names for begin in range(1, len(name))}
         self._longest_part = max(map(len, names), default=1) - 1
-        # Middles of names: what a string must contain if a literal of the template before it ends
-        # with the beginning of the name, and a literal after it begins with the end of the name.
+        # Middles of names of which the template has the beginning and the end in two literals.
         self._middles: set[str] = set()
         for name in names:
             splits = range(1, len(name))
@@ -141,8 +140,7 @@ class ControlTokens:
     @cached_property
     def _renamed(self) -> tuple[Any, npt.NDArray[np.int64], dict[str, str]]:
         """Copy of the tokenizer with renamed control tokens, the original id by an id of the copy,
-        and the new name by a token's text. A new name has as many characters as the text, so that
-        character ranges do not change."""
+        and the new name by a token's text: of equal length, so that ranges do not change."""
         from tokenizers import Tokenizer
 
         tree = json.loads(self._tokenizer_json)
@@ -188,8 +186,7 @@ class ControlTokens:
         control token that text before or after `string` could complete."""
         begins = (match.start() for match in self._first.finditer(string))
         positions = [begin + 1 for begin in begins if self._full_name.match(string, begin)]
-        # The beginning of a token at the end, or the end of a token at the start: of the string, or
-        # of the string without white space, which templates strip.
+        # The beginning of a token at the end, or its end at the start. Templates strip white space.
         stripped = string.rstrip()
         max_part = self._longest_part
         for match in self._first.finditer(stripped, max(0, len(stripped) - max_part)):

@@ -86,8 +86,8 @@ class Marking:
                 segment_part = ChatPart(REASONING, part.message, f"the reasoning in {part.name}")
             begin_mark, end_mark = self._add(Piece(segment_part, core))
             num_leading = len(segment) - len(segment.lstrip())
-            trailing = segment[num_leading + len(core) :]
-            marked += [segment[:num_leading], begin_mark, core, end_mark, trailing]
+            marked += [segment[:num_leading], begin_mark, core, end_mark]
+            marked.append(segment[num_leading + len(core) :])
         return "".join(marked)
 
     def key(self, part: ChatPart, value: str) -> str:
@@ -137,7 +137,6 @@ class Marking:
                 if isinstance(value, str) and key != "type":
                     self.plain(part, value)
                 marked[key] = value
-        # The required names are marked as where they are defined.
         required = node.get("required")
         if isinstance(required, list):
             marked["required"] = [names.get(r, r) if isinstance(r, str) else r for r in required]

@@ -80,7 +80,6 @@ def explained_error(
     for changed in _changed(messages, tools):
         with suppress(TemplateRefusal):
             template.render([message.content for message in changed.messages], changed.tools)
-            # Accepted: the changes are what the template demands.
             demands, fixes = ", ".join(changed.demands), "; ".join(changed.fixes)
             return ConversationError(
                 f"{refusal}; the template accepts these messages {demands} -> {fixes}; "
@@ -174,6 +173,7 @@ def _omit_system(conversation: _Changed) -> _Changed | None:
 
 
 def _join_neighbours(conversation: _Changed) -> _Changed | None:
+    """Join consecutive messages of equal role."""
     joined: list[_Numbered] = []
     neighbours: list[tuple[_Numbered, _Numbered]] = []
     for message in conversation.messages:

@@ -46,6 +46,7 @@ TOOLS_KEY = "tools"
 
 
 def _messages(values: Values, roles: Roles) -> Chat:
+    """Return a conversation of messages in OpenAI's format."""
     row_messages, tools, system, functions = values
     messages = with_roles(row_messages, roles, may_be_turns=False)
     function_list, tool_list = from_text(functions), from_text(tools)
@@ -120,6 +121,7 @@ def _alpaca(values: Values, roles: Roles) -> Chat:
 
 
 def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
+    """Return prompt and completion, both text or both messages."""
     row_prompt, row_completion, tools = values
     prompt, completion = messages_in(row_prompt), messages_in(row_completion)
     if isinstance(prompt, list) and isinstance(completion, list):

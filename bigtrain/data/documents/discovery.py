@@ -88,6 +88,7 @@ def find_sources(selection: Selection) -> list[Source]:
 
 
 def _find(name: str, selection: Selection) -> list[Source]:
+    """Return the files and datasets that one input names. Raise as `find_sources`."""
     if name == STANDARD_INPUT:
         # Content read from it earlier cannot be read again.
         record = SourceRecord(path=name, modified_ns=time.time_ns())
@@ -144,6 +145,7 @@ def _is_run_below(base: str) -> Callable[[str], bool]:
 
 
 def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
+    """Return the saved dataset in a folder, or the selected files below the folder."""
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return [_saved_dataset(folder, selection)]
     links = Links(str(folder), selection.follow_links)
@@ -286,6 +288,7 @@ def _excluded(relative: str, patterns: Sequence[str]) -> bool:
 
 
 def _file_source(path: str | Path, selection: Selection) -> Source:
+    """Return the source of a local file. Raise DataError if its status cannot be read."""
     name = str(path)
     try:
         name.encode("utf-8")

@@ -34,7 +34,8 @@ class Pair:
 
     def document(self, *, last_only: bool) -> bytes:
         """Return the pair as JSON of two documents."""
-        chosen, rejected = (s.document(last_only=last_only) for s in (self.chosen, self.rejected))
+        chosen = self.chosen.document(last_only=last_only)
+        rejected = self.rejected.document(last_only=last_only)
         return joined_documents(chosen=chosen, rejected=rejected)
 
 
@@ -198,6 +199,7 @@ def _common_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 
 def _messages(name: str, value: object, roles: Roles) -> Messages:
+    """Return the messages under key `name`. Raise ConversationError for anything else."""
     messages = with_roles([value] if isinstance(value, dict) else value, roles)
     if not isinstance(messages, list) or isinstance(value, str):
         raise _mixed_kinds_error(name, value)

@@ -116,6 +116,7 @@ class BatchReader:
             self._read_chunk(samples[low : low + step], out.part(low, low + step))
 
     def _read_chunk(self, samples: Indices, out: StoredRows) -> None:
+        """Read and check some rows; see `read_rows`."""
         # Fill the rows of samples; rows beyond them are padding without targets.
         count = len(samples)
         if out.targets is not None:

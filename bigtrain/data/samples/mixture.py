@@ -128,10 +128,11 @@ class MixtureOrder:
         if len(self._orders) == 1:
             return self._orders[0].windows(first_block * BLOCK_SAMPLES, size)
         counts_before = self._counts_before(first_block)
-        blocks = [self._positions(first_block + k) for k in range(BLOCKS_AT_ONCE)]
+        blocks = [self._positions(first_block + offset) for offset in range(BLOCKS_AT_ONCE)]
         windows = np.empty(size, np.int64)
         for source, order in enumerate(self._orders):
-            parts = [block[source] + k * BLOCK_SAMPLES for k, block in enumerate(blocks)]
+            begins = range(0, size, BLOCK_SAMPLES)
+            parts = [begin + block[source] for begin, block in zip(begins, blocks, strict=True)]
             positions = np.concatenate(parts)
             source_windows = order.windows(counts_before[source], len(positions))
             windows[positions] = source_windows + self._offsets[source]

@@ -238,6 +238,7 @@ class PackedDocuments(StreamSamples):
         return positions.reshape(len(samples), width)
 
     def _pieces(self, samples: Indices) -> Ranges:
+        """Return the pieces of `samples`. Raise DataError if the plan is inconsistent."""
         assert 0 <= samples.min() <= samples.max() < self.num_samples
         # A sample consists of the pieces `low` to `high` of the plan.
         plan = self.plan

@@ -54,11 +54,8 @@ class RatedSamples(PaddedSamples):
         begins = self._begins[samples]
         answer_lengths = self._lengths[previous] - previous_prompt_lengths
         starts = [begins, begins, self._begins[previous] + previous_prompt_lengths]
-        lengths = [
-            self._lengths[samples],
-            prompt_lengths,
-            np.minimum(answer_lengths, self._half - prompt_lengths),
-        ]
+        answer_lengths = np.minimum(answer_lengths, self._half - prompt_lengths)
+        lengths = [self._lengths[samples], prompt_lengths, answer_lengths]
         positions = [
             np.zeros_like(samples),
             np.full_like(samples, self._half),

@@ -256,6 +256,7 @@ class PositionedSamples:
             return self._positions[sample]
 
     def _next(self) -> Item:
+        """Return the next item; record the position at the end of a step."""
         item = self._open.next()
         if (self._open.sample - self._first) % self._samples_per_step == 0:
             self._positions[self._open.sample] = self._open.position()

@@ -154,6 +154,7 @@ def _permute(indices: Indices, size: int, label: str) -> Indices:
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.uint64]:
+    """Return the images of `values`, two halves of `half_bits` bits, after a round for each key."""
     # Halves of at most 31 bits: a vector unit processes twice as many 32-bit as 64-bit values at
     # once. A round is (left, right) -> (right, left ^ mix(right ^ key)).
     shift = np.uint64(half_bits)

@@ -100,6 +100,7 @@ def describe(inspected: Inspected) -> dict[str, Any]:
 
 
 def _describe_split(inspected: Inspected, split: str) -> dict[str, Any]:
+    """Return sizes, shards and lengths of documents of a split."""
     shards, manifest = inspected.splits[split], inspected.manifest
     lengths = inspected.lengths(split)
     if manifest is not None:

@@ -66,6 +66,7 @@ def runs_of(
 def _run_of(
     tokens: Sequence[int], is_learned: bool, weight: float, decoder: Decoder
 ) -> LearnedRange:
+    """Return a range with its text, and the control tokens in the text."""
     text = decoder.decode(tokens)
     control: list[tuple[int, int]] = []
     first_token = text_end = 0  # token and character after the last control token

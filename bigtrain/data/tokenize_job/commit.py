@@ -126,6 +126,8 @@ class Commit:
         return manifest
 
     def _manifest(self, unit_records: Sequence[UnitRecord]) -> Manifest:
+        """Return the manifest. Raise DataError if answers end in tokens that are also inside of
+        answers, or if there is no training token."""
         splits: dict[Split, tuple[ShardRecord, ...]] = {}
         for split in SPLITS:
             shards = [record.splits[split] for record in _with_documents(unit_records, split)]

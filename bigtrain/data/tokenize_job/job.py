@@ -168,6 +168,7 @@ class _Build:
             raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
+        """Build missing units, then commit them or wait for the commit of another process."""
         self.workspace.require_same_filter(self.request.options.text_filter)
         # Roll back an interrupted commit of another plan; wait for a commit that is in progress.
         while begun_plan(self.workspace) not in (None, self.plan):
@@ -243,14 +244,15 @@ class _Build:
         encoders = self._trusted_encoders()
         chat = None
         if self.request.options.chat:
-            _, end_text = self.tokenizer.text_ends()
             chat = ChatEncoder(
                 encoder=encoders.current,
                 reference=encoders.reference,
                 template=self.template,
                 trusted=self.request.options.parse_special_tokens,
                 plain_ends=TextEnds(
-                    self.beginning_ids, self.tokenizer.end_of_document_id, end_text
+                    prefix=self.beginning_ids,
+                    end_id=self.tokenizer.end_of_document_id,
+                    end_text=self.tokenizer.end_text,
                 ),
                 vocab_size=self.tokenizer.vocab_size,
                 rules=ChatRules(

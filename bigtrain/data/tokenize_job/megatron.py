@@ -243,7 +243,7 @@ def _check_document_ends(scans: Sequence[_Scan], tokenizer: Tokenizer, documents
     last_ids = sum((scan.last_ids for scan in scans), Counter[int]())
     num_documents = last_ids.total()
     num_ended = last_ids[tokenizer.end_of_document_id]
-    end_text = tokenizer.text_ends()[1]
+    end_text = tokenizer.end_text
     if documents_end and num_ended == num_documents:
         return
     if not documents_end:
@@ -267,7 +267,7 @@ def _check_document_ends(scans: Sequence[_Scan], tokenizer: Tokenizer, documents
 
 def _beginning(scans: Sequence[_Scan], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the token with which the tokenizer begins texts, if all documents begin with it."""
-    beginning = tokenizer.text_ends()[0]
+    beginning = tokenizer.added_beginning()
     first_ids = sum((scan.first_ids for scan in scans), Counter[int]())
     begins = len(beginning) == 1 and first_ids[beginning[0]] == first_ids.total()
     return beginning if begins else ()

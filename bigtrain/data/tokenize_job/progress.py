@@ -47,6 +47,7 @@ class TokenizeProgress:
                 self._bars.append(self._bar("", None, 0, position))
 
     def update(self, worker: int, counts: Counts) -> None:
+        """Show the counts of a worker, whose number is from 0."""
         self._current[worker] = replace(counts)
         if self._bars:
             # The first bar has all inputs, and each worker's bar the input that it reads.
@@ -91,6 +92,7 @@ class TokenizeProgress:
         )
 
     def line(self) -> str:
+        """Return the progress as a line of a log."""
         counts = self.counts()
         elapsed_s = max(1e-9, self.clock() - self._began_at)
         done_bytes = self.done_bytes + counts.num_bytes

@@ -116,6 +116,7 @@ class Job:
         )
 
     def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
+        """Encode conversations, or other rows. Raise as `run`."""
         # Each row without a problem becomes one document, or two documents of a pair.
         rows = encode_rows(chat, contents, checks, self.rows, self.labels)
         if self.max_prompt_tokens is not None:

@@ -116,8 +116,7 @@ def _follow(started: dict[Connection, _Worker], update: Update) -> None:
 
 
 def _build_units(work: Round, report: Callable[[Counts], None]) -> None:
-    """Build the units that are not done, and on which no other worker holds a lease. Raise
-    DataError or EncoderError of the first unit that fails."""
+    """Build the units that are neither done nor leased. Raise the error of the first that fails."""
     workspace, counts = work.workspace, Counts()
     leases = workspace.leases
     reported_bytes = 0

@@ -129,6 +129,7 @@ class CheckSampler:
         self._is_new = np.arange(256) >= FIRST_LEAD_BYTE
 
     def choose(self, contents: Sequence[bytes]) -> Checks:
+        """Return the documents of a batch to compare."""
         documents: list[int] = []
         pieces: list[bytes] = []
         # All at once: most batches have no letter of a new script.
@@ -198,6 +199,7 @@ class EncoderQueue:
         )
 
     def _advance(self) -> None:
+        """Set `current` to the next candidate that agrees on the edge cases, or the reference."""
         while self.candidates:
             reference = self.reference
             encoder_class = self.candidates.pop(0)

@@ -90,7 +90,7 @@ class Tokenizer:
     def beginning(self, policy: BeginningOfText) -> tuple[int, ...]:
         """Return the tokens that begin a text; auto: tokens that the tokenizer itself adds. Raises
         DataError for always if the tokenizer has no token for it."""
-        beginning_ids = () if policy == "never" else self.text_ends()[0]
+        beginning_ids = () if policy == "never" else self.added_beginning()
         if beginning_ids or policy != "always":
             return beginning_ids
         bos_id = self.huggingface.bos_token_id
@@ -127,15 +127,19 @@ class Tokenizer:
 
         return Backend.from_str(self.backend_json)
 
-    def text_ends(self) -> tuple[tuple[int, ...], str]:
-        """Return the special tokens that it adds at the start of every text, and the text of the
-        end-of-document token."""
+    @property
+    def end_text(self) -> str:
+        """Text of the end-of-document token."""
+        return str(self._backend.id_to_token(self.end_of_document_id))
+
+    def added_beginning(self) -> tuple[int, ...]:
+        """Return the special tokens that it adds at the start of every text."""
         plain_ids = self._backend.encode("a", add_special_tokens=False).ids
         full_ids = self._backend.encode("a", add_special_tokens=True).ids
         offsets = range(len(full_ids) - len(plain_ids) + 1)
         matches = (n for n in offsets if full_ids[n : n + len(plain_ids)] == plain_ids)
         num_before = next(matches, 0)
-        return tuple(full_ids[:num_before]), str(self._backend.id_to_token(self.end_of_document_id))
+        return tuple(full_ids[:num_before])
 
     def ids_of(self, names: Iterable[str]) -> list[int]:
         """Return the ids of the `names` that are tokens."""

@@ -100,19 +100,12 @@ class LogProbabilityLoss(ObjectiveLoss):
         if self.objective.needs_reference and sums is None:
             reference = reference_log_probabilities(passes, batch, moved)
             sums = reference.sum(-1)
-        values, outputs = passes.log_probabilities(batch, moved)
+        log_probabilities, outputs = passes.log_probabilities(batch, moved)
         targets = moved.labels != IGNORED_LABEL
         with recording_if(passes.reports_loss):
             num_units = self.count(batch.labels)
             loss = self.loss(
-                ObjectiveBatch(
-                    log_probabilities=values,
-                    targets=targets,
-                    labels=moved.labels,
-                    reference=reference,
-                    reference_sums=sums,
-                    num_units=num_units,
-                )
+                ObjectiveBatch(log_probabilities, targets, moved.labels, reference, sums, num_units)
             )
         return loss, outputs
 

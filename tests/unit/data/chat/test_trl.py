@@ -73,7 +73,7 @@ def tokenizer_of(template: str | None, with_begin: bool = False) -> Any:
 def encoder_of(template: str | None, with_begin: bool = False, trusted: bool = False) -> Any:
     tokenizer = describe("test", tokenizer_of(template, with_begin))
     reference = tokenizer.encoder(True, ends=False)
-    prefix, end_text = tokenizer.text_ends()
+    prefix, end_text = tokenizer.added_beginning(), tokenizer.end_text
     ends = TextEnds(prefix, tokenizer.end_of_document_id, end_text)
     source = None if template is None else tokenizer.chat_template()
     return ChatEncoder(reference, reference, source, trusted, ends)
