@@ -137,18 +137,19 @@ class AnswerEnds:
         rendering: Rendering,
         text: str,
         answer: Answer,
-        tokens: Sequence[Span],
+        controls: Sequence[Span],
         *,
         has_blocks: bool,
     ) -> _EndAfter:
-        """Return the token that ends an answer and follows it, or is appended to the text."""
+        """Return the token that ends an answer and follows it, or is appended to the text.
+        controls: ranges of the control tokens in `text`."""
         messages, end = rendering.messages, answer.spans[-1][1]
-        following = next((token for token in tokens if token[0] >= end), None)
+        following = next((token for token in controls if token[0] >= end), None)
         if following is not None and not text[end : following[0]].strip():
-            name = text[slice(*following)]
+            following_name = text[slice(*following)]
             if has_blocks:
-                raise _closed_early_error(answer.number, name)
-            if self.by_next_role or name == self.usual or name in self.eos:
+                raise _closed_early_error(answer.number, following_name)
+            if self.by_next_role or following_name == self.usual or following_name in self.eos:
                 return _EndAfter(following, text)
         if text[end:].strip() or not self.by_next_role or answer.number != len(messages):
             raise _without_end_error(answer.number, has_blocks)

@@ -144,7 +144,7 @@ class ControlTokens:
         from tokenizers import Tokenizer
 
         tree = json.loads(self._tokenizer_json)
-        hide_words(tree["model"], self.ids)
+        hide_words(tree["model"], self.ids)  # no text becomes a control token
         names = {
             name: chr(FIRST_NAME + number) + FILLER * (len(name) - 1)
             for number, name in enumerate(self.ids)

@@ -217,6 +217,7 @@ def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> d
 
 def _marked_call(marking: Marking, number: int, index: int, call: dict[str, Any]) -> dict[str, Any]:
     """Return tool call `index` of message `number` with marks around its strings."""
+    # The function may be the call itself.
     function = call["function"] if isinstance(call.get("function"), dict) else call
     part = ChatPart(
         CALLS, number, f"the tool call {function.get('name')!s} of message {number}", index

@@ -145,8 +145,8 @@ def _with_documents(
     problems: Mapping[int, str],
     mask: Mask | None = None,
 ) -> EncodedChats:
-    """Return `encoded` without the documents for which `keep_document` is false, and with the
-    `problems` of rows."""
+    """Return `encoded` without the documents for which `keep_document` is false, with `problems` of
+    rows, and with `mask` (of all documents) instead of its mask."""
     keep_token = np.repeat(keep_document, encoded.lengths)
     return replace(
         encoded,

@@ -196,6 +196,7 @@ def _omit_tools(conversation: _Changed) -> _Changed | None:
     has_calls = any(message.content.get("tool_calls") for message in conversation.messages)
     if not has_calls and not conversation.tools:
         return None
+    # A message of calls may have no content, which a template could refuse.
     other_messages = [
         replace(message, content={"content": "a", **message.content, "tool_calls": None})
         for message in conversation.messages

@@ -77,8 +77,9 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
         learned = [index for index, message in enumerate(cleaned) if is_learned(message)]
         for index in learned[:-1]:
             cleaned[index] = {**cleaned[index], "weight": 0}
+    tree = {"messages": cleaned, "tools": tools} if tools else {"messages": cleaned}
     try:
-        return dumps({"messages": cleaned, **({"tools": tools} if tools else {})})
+        return dumps(tree)
     except TypeError as error:
         raise ConversationError(f"it cannot be written as JSON: {error}") from error
 

@@ -72,7 +72,7 @@ class CsvReader(RowReader):
                 if len(fields) == len(names):
                     num_rows += 1
                     yield line, [None if n is None else fields[n] for n in field_numbers]
-                elif fields:
+                elif fields:  # an empty line is not a row
                     self.reject_at(line, f"{len(fields)} fields, the header has {len(names)}")
                 line = reader.line_num + 1
         except csv.Error as error:

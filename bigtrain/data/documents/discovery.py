@@ -153,7 +153,7 @@ def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
     files = links.files(lambda below: _excluded(below, selection.exclude))
     files = _without_run_files(str(folder), files, _is_run_below(str(folder)))
     selected = _select_files(str(folder), files, selection)
-    selected.sort(key=lambda file: file[1].split(os.sep))
+    selected.sort(key=lambda file: file[1].split(os.sep))  # folder by folder
     return [_file_source(path, selection) for path in links.without_duplicates(selected)]
 
 

@@ -50,12 +50,10 @@ def loads(content: bytes | str) -> Any:
         tree = orjson.loads(content)
         # A key was dropped if fewer are written than read. White space after a key, and an escape,
         # make the counts differ, too: then the slow parser reads the content.
-        if (
-            _MANY_DIGITS not in raw.translate(_DIGITS_TO_ZEROS)
-            and not _SPACED_KEY_END.search(raw)
-            and raw.count(_KEY_END) == orjson.dumps(tree).count(_KEY_END)
-        ):
-            return tree
+        has_long_numbers = _MANY_DIGITS in raw.translate(_DIGITS_TO_ZEROS)
+        if not has_long_numbers and not _SPACED_KEY_END.search(raw):
+            if raw.count(_KEY_END) == orjson.dumps(tree).count(_KEY_END):
+                return tree
     try:
         return _DECODER.decode(content if isinstance(content, str) else content.decode("utf-8"))
     except RecursionError as error:

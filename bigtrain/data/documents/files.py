@@ -156,7 +156,7 @@ def require_unchanged(source: Source, descriptor: int | None = None) -> None:
         current_stat = with_retries(address, "cannot be read", lambda: store.stat(address))
         is_unchanged = source.stat.is_same(current_stat)
     elif source.record.modified_ns is None or os.path.isdir(source.path):
-        return
+        return  # a dataset
     else:
         status = os.stat(source.path if descriptor is None else descriptor)
         listed_status = (source.record.bytes, source.record.modified_ns)
@@ -304,10 +304,10 @@ def range_chunks(
     the bytes of the last line after `end`. Raises EOFError if the file ends before `end`."""
     # A line that continues at `begin` belongs to the previous range.
     file.seek(max(0, begin - 1))
-    inside_line = begin > 0 and file.read(1) != b"\n"
-    layout_digest.update(b"inside" if inside_line else b"begins")
+    is_inside_line = begin > 0 and file.read(1) != b"\n"
+    layout_digest.update(b"inside" if is_inside_line else b"begins")
     file.seek(begin)
-    position, unfinished = begin, False
+    position, is_unfinished = begin, False
     ahead = ReadAhead(file, begin, end)
     while position < end:
         ahead.follow(BLOCK_BYTES)
@@ -316,16 +316,16 @@ def range_chunks(
             raise EOFError(f"it ends at byte {position}, before byte {end}")
         digest.update(chunk)
         position += len(chunk)
-        if inside_line:  # drop what belongs to the previous range
+        if is_inside_line:  # drop what belongs to the previous range
             _, newline, chunk = chunk.partition(b"\n")
-            inside_line = not newline
+            is_inside_line = not newline
         if chunk:
-            unfinished = not chunk.endswith(b"\n")
+            is_unfinished = not chunk.endswith(b"\n")
             yield chunk
     # The last line continues after `end`.
-    while unfinished and (chunk := file.read(BLOCK_BYTES)):
+    while is_unfinished and (chunk := file.read(BLOCK_BYTES)):
         head, newline, _ = chunk.partition(b"\n")
-        unfinished = not newline
+        is_unfinished = not newline
         layout_digest.update(head + newline)
         yield head + newline
 

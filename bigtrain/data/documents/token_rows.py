@@ -193,6 +193,7 @@ def _integers(value: object, name: str) -> Numbers:
         raise ConversationError(f"its {name} is a list of lists -> one list per row")
     largest = np.iinfo(np.int64).max
     if len(numbers) and numbers.dtype.kind not in "iu":
+        # Name the first value because of which numpy has another type.
         wrong = next(
             (v for v in value if isinstance(v, bool) or not isinstance(v, int) or abs(v) > largest),
             value,

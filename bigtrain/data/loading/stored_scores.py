@@ -87,20 +87,20 @@ def check_reference_scores(
     ``objective.teacher``. The reference model is compared when the run begins, since that reads the
     weights."""
     objective = config.objective
-    distills = objective.teacher is not None
-    reads_named = objective.kind.reads_scores(config) and objective.reference is not None
-    if not distills and not reads_named:
+    has_teacher = objective.teacher is not None
+    reads_reference = objective.kind.reads_scores(config) and objective.reference is not None
+    if not has_teacher and not reads_reference:
         return []
     problems: list[Problem] = []
     for dataset, splits in wanted_splits(datasets, held_out_sets):
         try:  # they raise ConfigError if no stored scores fit
-            if distills and "train" in splits:
+            if has_teacher and "train" in splits:
                 teacher_of(config, dataset)
-            elif not distills:
+            elif not has_teacher:
                 reference_of(config, dataset, splits)
         except ConfigError as error:
             problems += error.problems
-    if distills and not problems:
+    if has_teacher and not problems:
         top_ks = [teacher_of(config, dataset).request.top_k for dataset in datasets]
         if len(set(top_ks)) > 1:
             rule = f"has {', '.join(map(str, top_ks))} tokens for the sources of data.sources"

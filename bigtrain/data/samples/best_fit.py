@@ -92,6 +92,7 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
     num_packs = 0
 
     def add_room(packs: list[int], room: int) -> None:
+        """List `packs` by their room, unless they are full."""
         if not room:
             return
         packs_of_room = packs_with.get(room)
@@ -107,10 +108,11 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
         while remaining:
             # Take the fullest packs with space for an item, or new packs if none has space.
             room_index = bisect_left(rooms, length)
-            room = rooms[room_index] if room_index < len(rooms) else capacity
+            has_space = room_index < len(rooms)
+            room = rooms[room_index] if has_space else capacity
             items_per_pack = room // length
             num_packs_needed = -(-remaining // items_per_pack)
-            if room_index < len(rooms):
+            if has_space:
                 available = packs_with[room]
                 filled_packs = available[-num_packs_needed:]
                 del available[-num_packs_needed:]

@@ -216,7 +216,7 @@ def fitted_lengths(
 def shorter_rows(longest: int, sequence_length: int) -> str:
     """Return a line on rows at least half of which is padding in every document; else an empty one.
     longest: tokens of the longest document that are inputs."""
-    rounding = 64 if longest > 64 else 8
+    rounding = 64 if longest > 64 else 8  # the shorter length is a multiple of it
     shorter_length = max(rounding, -(-longest // rounding) * rounding)
     if shorter_length > sequence_length // 2:
         return ""

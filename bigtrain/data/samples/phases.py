@@ -394,5 +394,5 @@ def _add_tokens(digest: xxhash.xxh3_64, table: ShardTable) -> None:
     if shards.have_weights.any():
         digest.update(":".join(["weights", *shards.hexadecimal("weights_xxh3")]).encode())
     if table.rows is not None:
-        sums = shards.hexadecimal("labels_xxh3") if table.rows in LABELED else []
-        digest.update(":".join([table.rows, *sums, *table.labels]).encode())
+        label_sums = shards.hexadecimal("labels_xxh3") if table.rows in LABELED else []
+        digest.update(":".join([table.rows, *label_sums, *table.labels]).encode())

@@ -93,8 +93,8 @@ def describe(inspected: Inspected) -> dict[str, Any]:
         "tokenizer": None,
     }
     if manifest is not None:
-        full = manifest.model_dump(mode="json")
-        tree |= {key: full[key] for key in full if key not in ("format", "version", "splits")}
+        dumped = manifest.model_dump(mode="json")
+        tree |= {key: dumped[key] for key in dumped if key not in ("format", "version", "splits")}
     tree["splits"] = {split: _describe_split(inspected, split) for split in inspected.splits}
     return tree
 
@@ -209,17 +209,17 @@ def _describe_rows(manifest: Manifest, rows: AnswerRows) -> str:
     return f"{rows.name}: {text}"
 
 
-def row_of(inspected: Inspected, index: int, shard: TokenShard, within: int) -> str | None:
-    """Describe document `index` of a split as part of a row, which is document `within` of
-    `shard`; None if it is a document by itself."""
+def row_of(inspected: Inspected, index: int, shard: TokenShard, index_in_shard: int) -> str | None:
+    """Describe document `index` of a split as part of a row; None if it is a document by itself.
+    index_in_shard: of the document in `shard`."""
     manifest = inspected.manifest
     rows = None if manifest is None else ROWS.get(manifest.rows)
     if manifest is None or rows is None:
         return None
-    row, number = divmod(index, len(rows.documents))
+    row, number_in_row = divmod(index, len(rows.documents))
     label_names = rows.label_names or manifest.options.labels
-    label = label_names[shard.labels[within]] if rows.is_labeled else ""
-    return rows.document.format(row=row, name=rows.documents[number], label=label)
+    label = label_names[shard.labels[index_in_shard]] if rows.is_labeled else ""
+    return rows.document.format(row=row, name=rows.documents[number_in_row], label=label)
 
 
 def _describe_spelled(counts: Mapping[str, int]) -> str:

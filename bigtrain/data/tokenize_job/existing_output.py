@@ -102,8 +102,8 @@ def finished_manifest(
     """Return the manifest in the output if it matches this input; else raise DataError."""
     output = request.output
     manifest = read_manifest(output)
-    # Inputs with new times are read again and compared by content. With other options the dataset
-    # is refused anyway, and its inputs would be read differently.
+    # Inputs with new times are read again and compared by content; None if an input has changed.
+    # With other options the dataset is refused anyway, and its inputs would be read differently.
     confirmed: tuple[SourceRecord, ...] | None = manifest.sources
     same_options = manifest.options == request.options
     if same_options:

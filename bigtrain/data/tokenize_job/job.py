@@ -123,8 +123,8 @@ class _Build:
         self.template = request.find_template(tokenizer)
         self.beginning_ids = tokenizer.beginning(options.beginning_of_text)
         self.fim = fill_in_middle(options.fill_in_middle, tokenizer)
-        # Everything that changes the bytes of a unit belongs to the identity: the options without
-        # limits of a job, and the tokens for which names in the options stand.
+        # Everything that changes the bytes of a unit belongs to the identity: the options, but not
+        # the limits of a job, and the tokens instead of their names in the options.
         identity = [
             tokenizer.hash,
             None if self.template is None else self.template.hash,

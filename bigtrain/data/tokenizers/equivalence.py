@@ -57,12 +57,12 @@ def _compare(
     """Raise EncoderError unless the tokens of `documents` in `encoded` are the tokens by which the
     reference encodes `contents`, one for each of `documents`."""
     expected = reference.encode_utf8(contents)
-    encoded_ends, expected_ends = np.cumsum(encoded.lengths), np.cumsum(expected.lengths)
+    ends, expected_ends = np.cumsum(encoded.lengths), np.cumsum(expected.lengths)
     for index, document in enumerate(documents):
-        end = encoded_ends[document]
-        actual = encoded.tokens[end - encoded.lengths[document] : end]
-        end = expected_ends[index]
-        if not np.array_equal(actual, expected.tokens[end - expected.lengths[index] : end]):
+        end, expected_end = ends[document], expected_ends[index]
+        tokens = encoded.tokens[end - encoded.lengths[document] : end]
+        expected_tokens = expected.tokens[expected_end - expected.lengths[index] : expected_end]
+        if not np.array_equal(tokens, expected_tokens):
             text = contents[index].decode("utf-8")
             excerpt = ascii(text if len(text) <= 60 else text[:60] + "...")
             raise EncoderError(

@@ -40,7 +40,7 @@ def check_model_tokens(
         ("model.path", config.model.path),
         (INITIAL, config.checkpoint.initialize_from),
     ):
-        if name is not None and not problems:
+        if name is not None and not problems:  # one problem suffices: both have one fix
             problems = _compare(config, directory, source, key, name)
     return problems
 

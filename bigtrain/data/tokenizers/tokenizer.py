@@ -272,7 +272,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     # A directory needs a tokenizer's file; a name that the Hub lacks may be in the local cache.
     directory = Path(name)
     is_local = directory.exists()
-    problem = None if is_local else _hub_problem(name)
+    hub_problem = None if is_local else _hub_problem(name)
     files = ("tokenizer.json", "tokenizer_config.json")
     if directory.is_file():
         folder = "a folder"
@@ -290,7 +290,10 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
-        options = {"trust_remote_code": False, "local_files_only": is_local or problem is not None}
+        options = {
+            "trust_remote_code": False,
+            "local_files_only": is_local or hub_problem is not None,
+        }
         path = own_file(name) if is_local else None
         try:
             loaded: Any = AutoTokenizer.from_pretrained(name, **options)
@@ -316,7 +319,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
             ) from error
         raise DataError(
             f"tokenizer {name}: not a directory here, and "
-            + (problem or f"the Hugging Face Hub's cannot be loaded: {first_line(error)}")
+            + (hub_problem or f"the Hugging Face Hub's cannot be loaded: {first_line(error)}")
             + " -> specify a directory (`bigtrain tokenizer` trains one) or a Hub tokenizer"
         ) from error
     finally:
