@@ -125,13 +125,14 @@ class ControlTokens:
         has_ranges = control is not None
         if control is None:
             control = [match.span() for match in self.find(text)]
-        pieces, end = [], 0
+        pieces, previous_end = [], 0
         if any(FIRST_NAME <= ord(character) for character in set(text)):
             raise ConversationError("it contains private-use characters of planes 15 and 16")
-        for begin, stop in control:
-            pieces += [text[end:begin], new_names[text[begin:stop]]]
-            end = stop
-        encoding = backend.encode("".join([*pieces, text[end:]]), add_special_tokens=False)
+        for begin, end in control:
+            pieces += [text[previous_end:begin], new_names[text[begin:end]]]
+            previous_end = end
+        pieces.append(text[previous_end:])
+        encoding = backend.encode("".join(pieces), add_special_tokens=False)
         ids = original_ids[np.array(encoding.ids, np.int64)]
         if has_ranges and np.isin(ids, self._control_ids).sum() > len(control):
             raise ConversationError("the tokenizer encodes other text as a control token")

@@ -125,15 +125,17 @@ def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
     row_prompt, row_completion, tools = values
     prompt, completion = messages_in(row_prompt), messages_in(row_completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = (with_roles(part, roles) for part in (prompt, completion))
-        assert isinstance(before, list)
-        assert isinstance(after, list)
+        prompt_messages, answer_messages = (
+            with_roles(part, roles) for part in (prompt, completion)
+        )
+        assert isinstance(prompt_messages, list)
+        assert isinstance(answer_messages, list)
         # The prompt has no loss, as in TRL.
-        before = [
+        prompt_messages = [
             {**m, "train": False} if isinstance(m, dict) and m.get("role") == "assistant" else m
-            for m in before
+            for m in prompt_messages
         ]
-        return Chat([*before, *after], tools)
+        return Chat([*prompt_messages, *answer_messages], tools)
     if not isinstance(prompt, str) or not isinstance(completion, str):
         type_names = f"{type(prompt).__name__} and {type(completion).__name__}"
         raise ConversationError(

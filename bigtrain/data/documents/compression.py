@@ -83,9 +83,9 @@ class _LongWindowReader(io.RawIOBase):
                 self._output = self._frame.decompress(self._input)
             except zstandard.ZstdError as error:
                 raise OSError(f"its zstd frames are corrupt: {error}") from error
-            self._input = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
+            self._input = b""
+            if self._frame.eof:  # the remaining input begins the next frame
+                self._input, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._output))
         buffer[:count] = self._output[:count]
         self._output = self._output[count:]

@@ -47,6 +47,7 @@ from bigtrain.system.storage.stores import (
 logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SHOWN_SUFFIXES = 5
 
 
 def find_sources(selection: Selection) -> list[Source]:
@@ -166,16 +167,16 @@ def _without_run_files(
 ) -> list[tuple[str, File]]:
     """Return `files`, by their paths below an input that is called `input_name`, without logs,
     metrics, checkpoints and exports of runs of bigtrain. Log what was skipped once."""
-    written = run_files((below.replace(os.sep, "/") for below, _ in files), is_run)
-    if not written:
+    run_paths = run_files((below.replace(os.sep, "/") for below, _ in files), is_run)
+    if not run_paths:
         return list(files)
-    names = ", ".join(written[:3]) + (f" and {len(written) - 3} more" if written[3:] else "")
+    names = ", ".join(run_paths[:3]) + (f" and {len(run_paths) - 3} more" if run_paths[3:] else "")
     _warn_once(
         f"--input {input_name}: skipped what a run of bigtrain wrote: {names}; to read one of "
         "these files, name it"
     )
-    dropped = set(written)
-    return [(below, file) for below, file in files if below.replace(os.sep, "/") not in dropped]
+    skipped = set(run_paths)
+    return [(below, file) for below, file in files if below.replace(os.sep, "/") not in skipped]
 
 
 def _select_files(
@@ -199,7 +200,8 @@ def _select_files(
 
     # Name the suffixes that would select files.
     if not selected:
-        common = ", ".join(f"{suffix} ({count})" for suffix, count in found_suffixes.most_common(5))
+        counts = found_suffixes.most_common(SHOWN_SUFFIXES)
+        common = ", ".join(f"{suffix} ({count})" for suffix, count in counts)
         fix = "name the suffix to read as text, for example --suffix .py"
         if unread_suffixes:
             fix = " ".join(f"--suffix {suffix}" for suffix in sorted(unread_suffixes))
@@ -208,9 +210,8 @@ def _select_files(
             f"{common or 'none at all'} -> {fix}"
         )
     if unread_suffixes and suffixes == DEFAULT_SUFFIXES:
-        skipped = ", ".join(
-            f"{suffix} ({count})" for suffix, count in unread_suffixes.most_common(5)
-        )
+        counts = unread_suffixes.most_common(SHOWN_SUFFIXES)
+        skipped = ", ".join(f"{suffix} ({count})" for suffix, count in counts)
         _warn_once(
             f"--input {folder}: without --suffix only {', '.join(suffixes)} are read from a "
             f"folder; skipped: {skipped}"
@@ -237,7 +238,7 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
         except NotFoundError:
             if is_web:
                 raise
-    # All files of the folder, by their paths below it.
+    # All files of the folder, which a pattern has before its first special character.
     folder = re.split(r"[*?[]", name, maxsplit=1)[0].rpartition("/")[0] if has_pattern else name
     base_length = len(folder.rstrip("/")) + 1
     listing = with_retries(folder, "cannot be listed", lambda: store.find(folder))

@@ -171,25 +171,26 @@ def _messages_prompt(
 ) -> Messages:
     """Return the messages of the prompt: of `prompt`, or else the common beginning."""
     if isinstance(prompt, list | dict):
-        before = _messages("prompt", prompt, roles)
-        if before and chosen[: len(before)] == before == rejected[: len(before)]:
+        prompt_messages = _messages("prompt", prompt, roles)
+        count = len(prompt_messages)
+        if count and chosen[:count] == prompt_messages == rejected[:count]:
             raise ConversationError(
                 "chosen and rejected begin with the messages of prompt, which would be there twice "
                 "-> remove them, or omit the prompt: --key prompt=none"
             )
-        return before
+        return prompt_messages
     if prompt is not None and not isinstance(prompt, str):
         raise _mixed_kinds_error("prompt", prompt)
     _refuse_same(chosen, rejected)
-    before = chosen[: _common_length(chosen, rejected)]
-    if not before:
+    prompt_messages = chosen[: _common_length(chosen, rejected)]
+    if not prompt_messages:
         raise _missing_prompt_error()
-    if isinstance(prompt, str) and before[-1].get("content") != prompt:
+    if isinstance(prompt, str) and prompt_messages[-1].get("content") != prompt:
         raise ConversationError(
             "its prompt is text, and not the last message with which chosen and rejected both "
             "begin -> messages, or omit the prompt: --key prompt=none"
         )
-    return before
+    return prompt_messages
 
 
 def _common_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:

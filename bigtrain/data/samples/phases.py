@@ -209,7 +209,7 @@ class Phase:
             if remainder is not None and count < num_joined:
                 tokens_read = remainder.tokens_read + count * self.sequence_length
                 source = replace(source, rest=replace(remainder, tokens_read=tokens_read))
-            else:
+            else:  # the joined samples are read, and samples after `start`
                 source = replace(source, start=source.start + count - num_joined, rest=None)
             sources.append(source)
         sources += [source for source in self.sources if not source.weight]

@@ -138,7 +138,7 @@ def _permute(indices: Indices, size: int, label: str) -> Indices:
     digest = hashlib.blake2b(label.encode(), digest_size=4 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u4").astype(np.uint32)
     if size <= _SMALL:
-        images = _feistel(np.arange(size, dtype=np.uint64), 16, keys)
+        images = _feistel(np.arange(size, dtype=np.uint64), half_bits=16, keys=keys)
         return np.argsort(images)[indices].astype(np.int64)
     half_bits = ((size - 1).bit_length() + 1) // 2
     limit = np.uint64(size)

@@ -153,14 +153,15 @@ class BuildRequest:
     share: WorkerRank
 
     def reading(self) -> ReadOptions:
+        """Return the options for reading the inputs."""
         rule = self.options.text_filter
         return ReadOptions(
-            self.selection,
-            self.options.text_keys,
-            self.options.max_document_bytes,
-            self.options.chat,
-            self.options.chat_format,
-            self.options.learned == "last",
+            selection=self.selection,
+            text_keys=self.options.text_keys,
+            max_document_bytes=self.options.max_document_bytes,
+            chat=self.options.chat,
+            chat_format=self.options.chat_format,
+            last_only=self.options.learned == "last",
             scratch=self.output / WORK_DIRECTORY,
             roles=self.options.roles,
             text_filter=None if rule is None else TextFilter(rule.name, rule.source_xxh3),
