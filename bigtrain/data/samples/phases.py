@@ -312,6 +312,7 @@ def _with_weights(
             unread_sources.remove(former)
             read.append(replace(former, path=source.path, weight=weight))
         else:
+            # Former sources keep their numbers: new sources are numbered after them.
             num_former = len(former_sources)
             number = num_former + sum(earlier.number >= num_former for earlier in read)
             read.append(replace(source, number=number, weight=weight))
@@ -350,26 +351,27 @@ def differences(before: Phase, after: Phase) -> list[tuple[str, str]]:
 def identify_sources(
     config: RunConfig, datasets: Sequence[TokenDataset]
 ) -> tuple[SourcePhase, ...]:
-    """Return `datasets`, the mixture's in its order, as sources at their start. Packed documents
-    are a different dataset at every sequence length: the part that was read in samples of a given
+    """Return the sources of the mixture at their beginnings; `datasets` are in its order. The hash
+    of packed documents includes the sequence length: the part that was read in samples of a given
     length does not determine the part in samples of another length."""
     sources = []
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
         digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())
         _add_tokens(digest, dataset.table)
+        # n samples of consecutive tokens read n * length + 1 tokens, the last one only as a target;
+        # numbers of rows and packs are converted to tokens in the same way.
         num_tokens = dataset.table.num_tokens("train")
+        length = config.batch.sequence_length
         if rows := config.objective.kind.rows:
-            length = config.batch.sequence_length
             digest.update(f"{rows.identity}:{length}".encode())
             num_tokens = dataset.table.num_answers("train") * length + 1
         elif config.data.has_complete_documents:
-            length = config.batch.sequence_length
             packing = f"{config.data.packing}:{length}:{config.data.long_documents}"
             digest.update(packing.encode())
             plan = plan_of(config, dataset, "train")
             num_tokens = plan.num_packs * length + 1
-        digest_text = digest.hexdigest()
-        sources.append(SourcePhase(path=source.path, hash=digest_text, num_tokens=num_tokens))
+        source_hash = digest.hexdigest()
+        sources.append(SourcePhase(path=source.path, hash=source_hash, num_tokens=num_tokens))
     return tuple(sources)
 
 

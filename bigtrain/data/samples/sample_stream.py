@@ -77,14 +77,17 @@ class SampleStream:
             weighs |= item.weights is not None
         self.items = replace(self.items, weighs=weighs)
         # A resumed run opens a new stream, at its beginning or at a state: the items must be equal.
-        for first_item in (0, _PROBES // 2):
-            reopened = self.open(positions[first_item] if first_item else None)
-            change, fix = "the stream is made again", "let the items depend on the settings only"
-            if first_item:
-                change = (
-                    f"a new stream gets the state from before item {first_item}, by load_state_dict"
-                )
-                fix = "let state_dict() determine the next item, also while __iter__ is at a yield"
+        middle = _PROBES // 2
+        for first_item, position, change, fix in (
+            (0, None, "the stream is made again", "let the items depend on the settings only"),
+            (
+                middle,
+                positions[middle],
+                f"a new stream gets the state from before item {middle}, by load_state_dict",
+                "let state_dict() determine the next item, also while __iter__ is at a yield",
+            ),
+        ):
+            reopened = self.open(position)
             for number in range(first_item, _PROBES):
                 if _bytes_of(reopened.next()) != contents[number]:
                     rule = f"is another one when {change}, so that a run could not resume"

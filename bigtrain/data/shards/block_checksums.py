@@ -134,15 +134,12 @@ def read_blocks(
         expected_bytes,
     ):
         raise DataError(f"{path} belongs to another shard -> {RESTORE}")
-    # Memory-mapped, so that all ranks of a host share one copy.
-    sums = (
-        np.memmap(path, "<u8", "r", HEADER.size)
-        if num_bin_blocks + num_mask_blocks
-        else np.empty(0, "<u8")
-    )
-    return BlockSums(
-        path, *map(np.asarray, np.split(sums, [num_bin_blocks, num_bin_blocks + num_mask_blocks]))
-    )
+    # Memory-mapped, so that all ranks of a host share one copy; an empty range cannot be mapped.
+    sums: npt.NDArray[np.uint64] = np.empty(0, "<u8")
+    if num_bin_blocks + num_mask_blocks:
+        sums = np.memmap(path, "<u8", "r", HEADER.size)
+    sums_of_files = np.split(sums, [num_bin_blocks, num_bin_blocks + num_mask_blocks])
+    return BlockSums(path, *map(np.asarray, sums_of_files))
 
 
 class BlockVerifier:

@@ -207,9 +207,10 @@ class TokenDataset:
 
 def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
     """Open the dataset in directory `path`. `check`: ``sizes`` compares headers and file sizes with
-    the manifest; ``index`` also reads every index; ``listed`` is ``sizes``, but from `MANY_SHARDS`
-    on none is checked before it is read. Raises DataError if the directory, the manifest or a shard
-    is missing, corrupt, or differs from the manifest, and if the training split has no token."""
+    the manifest; ``index`` also reads every index; ``listed`` is ``sizes`` for fewer than
+    `MANY_SHARDS` shards, and no check for more: each is checked when it is read. Raises DataError
+    if the directory, the manifest or a shard is missing, corrupt, or differs from the manifest, and
+    if the training split has no token."""
     directory = Path(path)
     table = read_table(directory)
     if not table.num_tokens("train"):

@@ -275,7 +275,8 @@ class TokenShard:
         Searches the index by bisection, so it reads a few pages at any size. For an index that is
         inconsistent, any numbers may be returned. Raises DataError if the search leaves the
         index."""
-        # Sequences that begin in the range: usually few, so a short scan comes before a search.
+        # Sequences that begin in the range: usually few, so the nearest are read before a search
+        # for the end, which is needed only if all of them begin in the range.
         token_bytes = self.dtype.itemsize
         pointers = self._pointers
         first, end_byte = bisect_left(pointers, low * token_bytes), high * token_bytes
@@ -287,8 +288,8 @@ class TokenShard:
             del begins[bisect_left(begins, end_byte) :]
         if self.num_documents == self.num_sequences:
             return begins
-        # Documents may have several sequences, or none: keep the sequences that begin one. By
-        # sequence, the first document that does not begin before it.
+        # Documents may have several sequences, or none: keep the sequences that begin a document.
+        # `documents`: for each sequence, the first document that begins at it or after it.
         sequences = range(first, first + len(begins))
         documents = [bisect_left(self._starts, sequence) for sequence in sequences]
         if documents and documents[-1] > self.num_documents:

@@ -79,8 +79,8 @@ def corrupt(path: Path, problem: str, fix: str = REBUILD) -> DataError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise DataError with `path` for an OSError of the block. For a missing file it names a file
-    in its directory that may be it under another name."""
+    """Raise DataError with `path` for an OSError of the block. For a missing file the error names a
+    file of the same directory with a similar name, which a user may have renamed."""
     try:
         yield
     except OSError as error:

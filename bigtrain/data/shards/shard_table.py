@@ -165,10 +165,10 @@ def _pack(manifest: Manifest) -> bytes:
         for shard in shards:
             names += shard.name.encode()
             sums = (getattr(shard, column) for column in CHECKSUM_FIELDS.values())
-            rows.append(
+            rows.append(  # in the order of `_COLUMNS`
                 (
                     *(shard.tokens, shard.documents, shard.bytes),
-                    *(0 if text is None else int(text, 16) for text in sums),
+                    *(0 if hexadecimal is None else int(hexadecimal, 16) for hexadecimal in sums),
                     len(names),
                 )
             )

@@ -165,8 +165,10 @@ class ShardWriter:
     def _add_weights(self, weights: Weights | None, mask: Mask | None) -> None:
         """Append the weights of tokens, before they are counted in `num_tokens`. The file is made
         for the first weight other than 1, with 1 for all earlier tokens."""
-        if mask is None or (weights is None and self._weights is None):
+        if mask is None:
             assert weights is None
+            return
+        if weights is None and self._weights is None:  # all weights so far are 1
             return
         weights = np.where(mask, 1 if weights is None else weights, 1).astype("<f4")
         if self._weights is None:

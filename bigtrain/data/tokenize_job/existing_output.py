@@ -51,8 +51,8 @@ OWN_NAMES = re.compile(
 
 
 def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
-    """Return `sources` without files that the command itself writes into a folder that it also
-    reads. Raises DataError if no source remains, or if an input is the output itself."""
+    """Return `sources` without the files in `output`, which may be a folder inside of an input
+    folder. Raises DataError if no source remains, or if an input is the output itself."""
     # Avoid the real path of every source: it checks every folder above each of many files.
     targets = (os.path.abspath(output), os.path.realpath(output))
     folders = tuple(target + os.sep for target in targets)
@@ -72,8 +72,8 @@ def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
 
 
 def is_free_or_unfinished(workspace: Workspace) -> bool:
-    """Return whether the output is free or an unfinished dataset; False if that was finished just
-    now. Raises DataError if it contains anything else."""
+    """Return whether the output is free or an unfinished dataset; False if another process has just
+    finished the dataset. Raises DataError if the output contains anything else."""
     output = workspace.output
     try:
         try:
@@ -146,8 +146,9 @@ def finished_manifest(
 
 
 def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool:
-    """Return whether the touched inputs of `unit` still have the content it was built from; update
-    its record. If not, the record is removed. Call it while holding the unit's lease."""
+    """Return whether the inputs of `unit` have the content that the unit was built from; contents
+    are compared where the times of files differ. Updates the times in the unit's record, or
+    removes the record if a content differs. Call it while holding the unit's lease."""
     record = workspace.unconfirmed([unit]).get(unit.key)
     if record is None:
         return False

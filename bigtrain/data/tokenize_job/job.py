@@ -175,7 +175,7 @@ class _Build:
             with self.workspace.leases.take(COMMIT_LEASE) as has_lease:
                 if has_lease and begun_plan(self.workspace) not in (None, self.plan):
                     roll_back(self.workspace)
-                    break
+                    break  # nothing to wait for
             time.sleep(POLL_S)
         # Build the units without a record, round by round.
         records = self._records()
@@ -188,6 +188,7 @@ class _Build:
             )
         done_bytes = sum(unit.num_bytes for unit in self.units if unit.key in records)
         sizes = [source.record.bytes for source in self.sources]
+        # A bar of 0 bytes has no end: a source of unknown size makes the total unknown.
         total_bytes = 0 if None in sizes else sum(size or 0 for size in sizes)
         num_processes = self._workers(missing_units).num_processes
         with TokenizeProgress(total_bytes, done_bytes, num_processes) as progress:

@@ -238,22 +238,22 @@ def _count(ids: npt.NDArray[np.integer]) -> Counter[int]:
 
 
 def _check_document_ends(scans: Sequence[_Scan], tokenizer: Tokenizer, documents_end: bool) -> None:
-    """Raise DataError unless every document ends with the tokenizer's end of documents; if they are
-    said not to (`documents_end`), raise it if every document does."""
+    """Raise DataError if `documents_end` and a document does not end with the tokenizer's end of
+    documents, or if not `documents_end` and every document does."""
     last_ids = sum((scan.last_ids for scan in scans), Counter[int]())
     num_documents = last_ids.total()
     num_ended = last_ids[tokenizer.end_of_document_id]
     end_text = tokenizer.end_text
-    if documents_end and num_ended == num_documents:
-        return
+    all_end = num_ended == num_documents
     if not documents_end:
-        if num_ended < num_documents or not num_ended:
-            return
-        raise DataError(
-            f"{num_ended:,} of {num_documents:,} documents end with {end_text} "
-            f"({tokenizer.end_of_document_id}) -> "
-            "omit --without-end-of-document"
-        )
+        if all_end and num_documents:
+            raise DataError(
+                f"{num_ended:,} of {num_documents:,} documents end with {end_text} "
+                f"({tokenizer.end_of_document_id}) -> omit --without-end-of-document"
+            )
+        return
+    if all_end:
+        return
     token_id, count = last_ids.most_common(1)[0]
     fix = "--without-end-of-document if they were made without --append-eod"
     if count == num_documents:

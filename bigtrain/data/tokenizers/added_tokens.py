@@ -84,12 +84,13 @@ def _difference(
 ) -> Problem:
     """Describe how the tokenizer of the data differs from `section`. added_ids: ids that the added
     tokens would get."""
-    # The data's tokenizer must have all tokens of the base and, beyond them, only added ones.
+    # The data's tokenizer must have all tokens of the base; all its other tokens must be added.
     vocabulary = data_tokenizer.get_vocab()
     data_name = f"the tokenizer that the data was tokenized with ({listed.name})"
-    beyond = sorted(vocabulary.keys() - base_vocabulary.keys(), key=lambda text: vocabulary[text])
-    added = {token.content: token.special for token in data_tokenizer.added_tokens_decoder.values()}
-    if not base_vocabulary.items() <= vocabulary.items() or not added.keys() >= {*beyond}:
+    extra = sorted(vocabulary.keys() - base_vocabulary.keys(), key=lambda text: vocabulary[text])
+    added_tokens = data_tokenizer.added_tokens_decoder.values()
+    has_base = base_vocabulary.items() <= vocabulary.items()
+    if not has_base or not {token.content for token in added_tokens}.issuperset(extra):
         rule = f"{data_name} was made from another one"
         return Problem("tokenizer.base", base, rule, "name the one that it was made from")
     # The added tokens must be listed completely, in the right list, and in the order of the ids.
@@ -101,8 +102,8 @@ def _difference(
             "tokenize with them: bigtrain tokenizer --config RUN.yaml --output DIR, then bigtrain "
             "tokenize --tokenizer DIR",
         )
-    special = {text for text, is_special in added.items() if is_special}
-    if unlisted := [text for text in beyond if text not in section.added]:
+    special = {token.content for token in added_tokens if token.special}
+    if unlisted := [text for text in extra if text not in section.added]:
         list_name = "add_special_tokens" if unlisted[0] in special else "add_tokens"
         ellipsis = ", ..." if len(unlisted) > 4 else ""
         rule = f"{data_name} has also {', '.join(unlisted[:4])}{ellipsis}"
@@ -113,7 +114,7 @@ def _difference(
             rule = f"is a {'control' if text in special else 'plain'} token of {data_name}"
             return Problem(section.key_of(text), text, rule, f"name it in tokenizer.{list_name}")
         key = section.key_of(text)
-        right_order = [new_text for new_text in beyond if section.key_of(new_text) == key]
+        right_order = [new_text for new_text in extra if section.key_of(new_text) == key]
         if vocabulary[text] != added_ids[text] and right_order != [*getattr(section, list_name)]:
             rule = (
                 f"{text} has id {vocabulary[text]} in {data_name}, and would get {added_ids[text]}"

@@ -86,7 +86,8 @@ def fingerprint(directory: Path, name: str) -> str | None:
         parts: list[str | bytes] = [name, package_fingerprints(*LIBRARIES)]
         parts.append(source_of(*map(str, sorted(Path(__file__).parent.glob("*.py")))))
         folders = [folder for folder in (directory, directory / SUBFOLDER) if folder.is_dir()]
-        for path in (path for folder in folders for path in sorted(folder.iterdir())):
+        paths = [path for folder in folders for path in sorted(folder.iterdir())]
+        for path in paths:
             if not path.is_file() or path.name.endswith(WEIGHT_SUFFIXES):
                 continue
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -209,9 +210,10 @@ def foreign_file(dataset: Path, folder: str) -> str | None:
     root = os.path.realpath(dataset)
     parents = Path(root).parents
     blobs = [str(parent.with_name("blobs")) for parent in parents if parent.name == "snapshots"]
+    allowed_prefixes = tuple(parent + os.sep for parent in (root, *blobs[:1]))  # nearest snapshot
     for path in sorted([dataset / folder, *(dataset / folder).rglob("*")]):
         real = os.path.realpath(path)
-        if not real.startswith(tuple(parent + os.sep for parent in (root, *blobs[:1]))):
+        if not real.startswith(allowed_prefixes):
             return f"{path} is a link to {real}, outside of the dataset"
         if os.path.lexists(path) and not (os.path.isfile(real) or os.path.isdir(real)):
             return f"{path} is not a file"

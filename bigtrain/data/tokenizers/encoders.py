@@ -66,32 +66,33 @@ class Encoder(ABC):
         if self._backend is None:
             self._backend = self._load()
         plain = self._encode(contents)
-        before, end = self.beginning_ids, self.end_of_document_id
-        if not has_ends or (not before and end is None):
+        beginning_ids, end_id = self.beginning_ids, self.end_of_document_id
+        if not has_ends or (not beginning_ids and end_id is None):
             return plain
 
-        # A text may spell its beginning and its end as tokens: each occurs once. A text is begun if
-        # it begins with all of `before`; each comparison keeps the texts that still match.
+        # If special tokens are parsed, a text may itself contain its beginning and its end, which
+        # are then not inserted. A text is begun if it begins with all of `beginning_ids`: each
+        # comparison keeps the texts that still match.
         tokens, lengths = plain.tokens, plain.lengths
-        last = np.cumsum(lengths) - 1
-        first = last - lengths + 1
-        is_begun = (lengths >= max(1, len(before))) & self.parse_special_tokens
-        for offset, id_ in enumerate(before):
-            is_begun[is_begun] = tokens[(first + offset)[is_begun]] == id_
-        is_ended = (lengths > 0) & (self.parse_special_tokens or end is None)
-        if end is not None:
-            is_ended[is_ended] = tokens[last[is_ended]] == end
+        last_positions = np.cumsum(lengths) - 1
+        first_positions = last_positions - lengths + 1
+        is_begun = (lengths >= max(1, len(beginning_ids))) & self.parse_special_tokens
+        for offset, id_ in enumerate(beginning_ids):
+            is_begun[is_begun] = tokens[(first_positions + offset)[is_begun]] == id_
+        is_ended = (lengths > 0) & (self.parse_special_tokens or end_id is None)
+        if end_id is not None:
+            is_ended[is_ended] = tokens[last_positions[is_ended]] == end_id
 
         # Positions of the inserted tokens; the tokens of the texts fill all other positions.
         gets_begin, gets_end = (lengths > 0) & ~is_begun, (lengths > 0) & ~is_ended
-        new_lengths = lengths + gets_begin * len(before) + gets_end
+        new_lengths = lengths + gets_begin * len(beginning_ids) + gets_end
         new_ends = np.cumsum(new_lengths)
         result = np.empty(int(new_lengths.sum()), tokens.dtype)
         is_of_text = np.ones(len(result), bool)
         begins = (new_ends - new_lengths)[gets_begin]
-        insertions = [(begins + offset, id_) for offset, id_ in enumerate(before)]
-        if end is not None:
-            insertions.append((new_ends[gets_end] - 1, end))
+        insertions = [(begins + offset, id_) for offset, id_ in enumerate(beginning_ids)]
+        if end_id is not None:
+            insertions.append((new_ends[gets_end] - 1, end_id))
         for positions, id_ in insertions:
             is_of_text[positions] = False
             result[positions] = id_

@@ -136,20 +136,22 @@ def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
 
 
 def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]]) -> str:
-    """Describe a text that the two split differently despite equal ids; empty for none."""
+    """Describe a text that the tokenizers of data and model, given as the trees of their files,
+    split differently despite equal ids; empty for none."""
     if all(_comparable_part(trees[0], part) == _comparable_part(trees[1], part) for part in _PARTS):
         return ""
     from tokenizers import Tokenizer as Backend
 
-    data, model = (Backend.from_str(json.dumps(tree)) for tree in trees)
-    tokens_of_one = vocabularies[0].keys() ^ vocabularies[1].keys()
     from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
 
+    backends = [Backend.from_str(json.dumps(tree)) for tree in trees]
+    unshared_tokens = vocabularies[0].keys() ^ vocabularies[1].keys()
     for text in tokenizer_edge_cases("{}"):
-        if any(token in text for token in tokens_of_one):  # may differ
+        # A token that only one of the tokenizers has may split its text differently.
+        if any(token in text for token in unshared_tokens):
             continue
         try:
-            ids = [backend.encode(text, add_special_tokens=False).ids for backend in (data, model)]
+            ids = [backend.encode(text, add_special_tokens=False).ids for backend in backends]
         except Exception:  # a tokenizer that cannot encode every text
             continue
         if ids[0] != ids[1]:
@@ -203,7 +205,8 @@ def check_vocabulary(
 
 
 def known_vocab_size(model: ModelSection) -> int | None:
-    """Return the rows of the model's embedding from files on this machine; None if unknown."""
+    """Return `vocab_size` of the model's configuration, from overrides, the run's configuration or
+    a file on this machine; None if none has it."""
     tree: Any = model.config
     if not isinstance(tree, dict):
         name = str(model.path if tree is None else tree)
