@@ -90,7 +90,8 @@ def learned_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[Answer]
     ambiguous_answers: list[Answer] = []
     # A block of ambiguous owner is learned if all answers have the same weight.
     for block, owners in zip(blocks, _owners_of_blocks(rendering, blocks), strict=True):
-        last_owner = (owners or answer_numbers or [1])[-1]  # or any: for the error
+        # Without an owner, any message is named in the error.
+        last_owner = (owners or answer_numbers or [1])[-1]
         if len(owners) == 1:
             spans_by_number.setdefault(last_owner, []).append(block)
         elif len(weights) > 1:

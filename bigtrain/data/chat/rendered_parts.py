@@ -43,6 +43,7 @@ from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationErr
 
 MAX_SINGLE_RENDERINGS = 64
 """Maximum renderings of a conversation with marks around one string only."""
+# Escapes of a mark: in JSON two surrogates, in Python one code point; of any character.
 _ESCAPED_MARK = re.compile(r"\\+udb[c-f][0-9a-f]\\+ud[c-f][0-9a-f]{2}|\\+U0010[0-9a-f]{4}")
 _ESCAPE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}"

@@ -165,11 +165,13 @@ def _begin_with_system(conversation: _Changed) -> _Changed | None:
 
 def _omit_system(conversation: _Changed) -> _Changed | None:
     system_messages = [message for message in conversation.messages if _is_system(message)]
+    if not system_messages:
+        return None
     return conversation.by(
         "without a system message",
         f"put the text of {system_messages[0].name} into a message of the user",
         [message for message in conversation.messages if not _is_system(message)],
-    ) if system_messages else None  # fmt: skip
+    )
 
 
 def _join_neighbours(conversation: _Changed) -> _Changed | None:

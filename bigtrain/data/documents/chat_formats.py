@@ -45,6 +45,9 @@ TOOLS_KEY = "tools"
 """Key of a conversation's tools, next to its messages."""
 
 
+# Conversions of the formats: `values` are of `ChatFormat.keys`, then of `extra_keys`, in `FORMATS`.
+
+
 def _messages(values: Values, roles: Roles) -> Chat:
     """Return a conversation of messages in OpenAI's format."""
     row_messages, tools, system, functions = values

@@ -9,7 +9,7 @@ from bigtrain.data.documents.exact_json import DuplicateKeyError, dumps, loads
 from bigtrain.data.tokenizers.chat_template import ConversationError
 
 FLAGS = ("train", "loss")
-"""Keys of a message that enable or disable its loss: Axolotl's, and that of ms-swift."""
+"""Keys of a message that enable or disable its loss, of Axolotl and of ms-swift."""
 OTHER_LEARNING = {
     "train_detail": "a message has loss or not as a unit -> train",
     "training": "it is read under Axolotl's other name only -> train",
@@ -19,8 +19,8 @@ OTHER_LEARNING = {
         "whether it has loss is not read under this name -> train: true or false, instead of it",
     ),
 }
-"""Keys of a message that change its loss in other tools, or by their names: they are refused. The
-value is the reason and the fix."""
+"""Keys of a message that change its loss in other tools, or whose names suggest it: a message with
+such a key is refused. The value is the reason and the fix."""
 RESULTS = ("tool", "function", "ipython", "observation", "environment")
 """Roles of tool responses, whose content may be any JSON, or empty."""
 WORDLESS = ("tool_calls", "reasoning_content", "reasoning", "thinking")

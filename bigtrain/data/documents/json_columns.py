@@ -53,9 +53,8 @@ def _decoder(arrow_type: Any, feature: Any, is_text: bool) -> Decoder | None:
     """Return the converter of a column by its arrow type and its feature of `datasets`, each None
     if unknown; None if the column contains no JSON."""
     description = feature if isinstance(feature, dict) else {}
-    feature_type = description.get(
-        "_type"
-    )  # a name; in a struct, a field of this name is a feature
+    # A name of a type; a struct may have a field of this name, whose value is a feature.
+    feature_type = description.get("_type")
     if feature_type == "Json" or getattr(arrow_type, "extension_name", None) == "arrow.json":
         if is_text or not description.get("decode", True):
             return lambda value: _of_json(loads(value))

@@ -26,7 +26,7 @@ class KeyCounts:
     names: Counter[str] = field(default_factory=Counter)
 
     def add(self, keys: Iterable[str], num_rows: int = 1) -> None:
-        """Count `rows` rows that all have `keys`."""
+        """Count `num_rows` rows that all have `keys`."""
         self.shapes[tuple(keys)] += num_rows
         if len(self.shapes) > MAX_SHAPES:
             self._fold()

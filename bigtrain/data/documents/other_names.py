@@ -119,7 +119,7 @@ _REASONING_NAMES = ("reasoning", "thinking", "rationale", "explanation", "cot", 
 _TEXT_NAMES = frozenset(
     (*_SYSTEM_NAMES, *_QUESTION_NAMES, *_CONTEXT_NAMES, *_ANSWER_NAMES, *_REASONING_NAMES, "prompt")
 )
-"""Keys of texts of which a suggestion that does not read them says so."""
+"""Keys of texts that a suggestion lists as unread if its options do not read them."""
 OTHER_NAMES: Sequence[OtherNames] = (
     OtherNames(
         "sharegpt",
@@ -158,5 +158,5 @@ OTHER_NAMES: Sequence[OtherNames] = (
         {"system": _SYSTEM_NAMES},
     ),
 )
-"""The keys of turns distinguish messages from ShareGPT, and both are accepted under the key of
-either."""
+"""Names in the order in which they are tried. Format `sharegpt` also reads messages in OpenAI's
+format: the keys of each turn distinguish them."""

@@ -23,7 +23,8 @@ from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES, Quotes
 from bigtrain.errors import DataError
 
 OTHER_KEYS = re.compile(rf"^no key .*; keys here: (.*(?!{NAME_A_KEY}) -> |(?:.*, )?text\b)")
-"""Pattern of reasons for rows with the keys of another format."""
+"""Pattern of reasons for rows with the keys of another format: the fix is other than to name a key,
+or the row has the key text."""
 TEMPLATE_FAULT = "the chat template"
 """Start of reasons caused by the chat template, not by a document."""
 

@@ -56,7 +56,7 @@ class RowReader(PartReader):
     def _row(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return a row of `columns` as a dictionary."""
         # The names change with the columns: a reader may set `columns` for each batch.
-        if self._named_columns is not self.columns or not self.columns:
+        if self._named_columns is not self.columns:
             keys = self.options.keys
             # A reader that does not set its columns has all primary columns.
             self._named_columns = self.columns

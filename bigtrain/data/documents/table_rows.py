@@ -120,11 +120,11 @@ def bytes_of_columns(row_group: Any, columns: Sequence[str]) -> int:
 def aligned(columns: Sequence[str], keys: Keys) -> list[str | None]:
     """Return the names of the values of a row: primary columns; each optional key, None if it is
     missing; other columns."""
-    text_columns = [column for column in columns if column in keys.primary]
+    primary_columns = [column for column in columns if column in keys.primary]
     optional = [key if key in columns else None for key in keys.optional]
     # Only a filter reads other columns.
     other_columns = [name for name in columns if name not in (*keys.primary, *keys.optional)]
-    return [*text_columns, *optional, *other_columns]
+    return [*primary_columns, *optional, *other_columns]
 
 
 def rows_of_batch(

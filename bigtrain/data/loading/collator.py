@@ -29,7 +29,7 @@ CHUNK_TOKENS = 1 << 19
 numpy calls, each of which releases and reacquires the GIL."""
 
 COLLATED_TOKENS = 1 << 17
-"""Tokens converted to tensors at a time, for the same reason."""
+"""Tokens converted to int64 tensors at a time, which also fit into a core's cache."""
 
 MAX_KEPT_ARRAYS = 12
 """Arrays of earlier steps that are kept for reuse: up to three for each step in flight."""

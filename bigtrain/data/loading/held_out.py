@@ -107,30 +107,24 @@ def check_best(
         )
         return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
     # Held-out documents are in the sources of the mixture or in additional sets.
-    key, set_value = (
-        ("checkpoint.keep_best", config.checkpoint.keep_best)
-        if config.checkpoint.keep_best
-        else ("evaluation.early_stopping", None)
-    )
-    turned_off = f"{key}=0" if config.checkpoint.keep_best else f"{key}=null"
-    datasets_by_name = dict(zip(config.data.names, datasets, strict=True))
-    measured_datasets = {
-        name: dataset for name, dataset in datasets_by_name.items() if dataset.shards("held_out")
-    }
+    by_name = dict(zip(config.data.names, datasets, strict=True))
+    measured = {name: dataset for name, dataset in by_name.items() if dataset.shards("held_out")}
     names = [held_out_set.name for held_out_set in config.evaluation.held_out]
-    measured_datasets |= dict(zip(names, sets, strict=True))
-    if not measured_datasets or (
-        metric.set_name is not None and metric.set_name not in measured_datasets
-    ):
+    measured |= dict(zip(names, sets, strict=True))
+    if not measured or (metric.set_name is not None and metric.set_name not in measured):
         owner = "the data has" if metric.set_name is None else f"{metric.set_name} has"
         rule = f"{owner} no held-out documents to select the best checkpoint"
-        fix = f"make shards with `bigtrain tokenize --held-out`, or set {turned_off}"
-        return [Problem(key, set_value, rule, fix)]
-    set_names = [metric.set_name] if metric.set_name else measured_datasets
+        fix = "make shards with `bigtrain tokenize --held-out`, or set "
+        if config.checkpoint.keep_best:
+            key, kept = "checkpoint.keep_best", config.checkpoint.keep_best
+            return [Problem(key, kept, rule, f"{fix}{key}=0")]
+        key = "evaluation.early_stopping"
+        return [Problem(key, None, rule, f"{fix}{key}=null")]
+    set_names = [metric.set_name] if metric.set_name else [*measured]
     names_without_bytes = [
         name
         for name in set_names
-        if tokens_per_byte(measured_datasets[name], measured_split(measured_datasets[name])) is None
+        if tokens_per_byte(measured[name], measured_split(measured[name])) is None
     ]
     if metric.name == "bits_per_byte" and names_without_bytes:
         name = names_without_bytes[0]

@@ -107,8 +107,8 @@ class TrainingBatches:
             rows = self._ready[1]
         step_batch = self._collator.collate(rows.part(0, self._step_rows))
         remaining_rows = rows.part(self._step_rows, len(rows.tokens))
-        following = first_sample + self.plan.global_batch_size
-        self._ready = (following, remaining_rows) if len(remaining_rows.tokens) else None
+        next_sample = first_sample + self.plan.global_batch_size
+        self._ready = (next_sample, remaining_rows) if len(remaining_rows.tokens) else None
         micro_batches = step_batch.split(self.plan.micro_batch_size)
         if self.scores is None and self._labels is None and self.teacher is None:
             return [_as_model_input(micro_batch, self.plan) for micro_batch in micro_batches]
@@ -338,7 +338,7 @@ def open_training_data(
     datasets, phase = _opened(config, datasets, phase)
     assert phase.sequence_length == plan.sequence_length
     options = _options(config, datasets, device_pin)
-    # A stream of the user has an order; the sources of a mixture are read in the phase's.
+    # A stream of the user is read in its sequence, a mixture in the order of the phase.
     if isinstance(datasets[0], StreamDataset):
         stream = PositionedSamples(datasets[0].train, plan.global_batch_size, position)
         return TrainingBatches(stream, plan, data_rank, StreamOrder(), options)

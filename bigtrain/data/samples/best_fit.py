@@ -212,15 +212,15 @@ def _documents(shard: TokenShard) -> Iterator[tuple[Integers, Integers]]:
             0 <= sequences[0] <= sequences[-1] <= shard.num_sequences
         ):
             raise shard.corrupt(f"documents from {low} on are out of order")
-        first, last = int(sequences[0]), int(sequences[-1])
-        pointers = shard.sequence_pointers[first : last + 1].astype(np.int64)
-        if last == shard.num_sequences:
+        first_sequence, end_sequence = int(sequences[0]), int(sequences[-1])
+        pointers = shard.sequence_pointers[first_sequence : end_sequence + 1].astype(np.int64)
+        if end_sequence == shard.num_sequences:
             pointers = np.append(pointers, shard.num_bytes)
         if (np.diff(pointers) < 0).any() or not (
             0 <= pointers[0] <= pointers[-1] <= shard.num_bytes
         ):
-            raise shard.corrupt(f"sequences {first} to {last} are out of order")
-        bounds = pointers[sequences - first] // token_bytes
+            raise shard.corrupt(f"sequences {first_sequence} to {end_sequence} are out of order")
+        bounds = pointers[sequences - first_sequence] // token_bytes
         yield bounds[:-1], np.diff(bounds)
 
 

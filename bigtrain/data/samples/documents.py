@@ -44,14 +44,14 @@ class PaddedSamples(StreamSamples):
         starts, lengths = pieces.starts, pieces.lengths
         positions = rows[pieces.numbers] * (self.sequence_length + 1) + pieces.positions
         self.stream.read(starts, lengths, out.tokens.reshape(-1), positions)
-        flat = out.loss_mask.reshape(-1)
+        flat_mask = out.loss_mask.reshape(-1)
         if self.stream.is_masked and not self._is_complete:
-            self.stream.read_mask(starts, lengths, flat, positions)
+            self.stream.read_mask(starts, lengths, flat_mask, positions)
             return
         # Of complete documents every position is read, so the targets are one token later.
         shift = 1 if self._is_complete else 0
         for position, length in zip(positions.tolist(), lengths.tolist(), strict=True):
-            flat[position + shift : position + shift + length] = True
+            flat_mask[position + shift : position + shift + length] = True
 
 
 class DocumentSamples(PaddedSamples):

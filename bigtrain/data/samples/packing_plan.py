@@ -1,4 +1,5 @@
-"""Packing plans on disk: the pieces of documents in every sample, computed once. numpy only.
+"""Packing plans: the pieces of documents in every sample, computed once and stored; and the samples
+of complete documents that a plan determines. numpy only.
 
 A plan is a pure function of the dataset, so the file is a cache: if it is missing or its size does
 not match its header, it is recreated (`bigtrain.system.user_cache`). It is in ``DATASET/plans/``,
@@ -13,8 +14,6 @@ A file is, little-endian::
     int64    [P]  end of every pack in the pieces
     int64    [N]  first token of every piece in the stream
     int32    [N]  tokens of every piece
-
-Samples of complete documents, by a packing plan. numpy only.
 """
 
 from __future__ import annotations
@@ -240,14 +239,18 @@ class PackedDocuments(StreamSamples):
     def _pieces(self, samples: Indices) -> Ranges:
         """Return the pieces of `samples`. Raise DataError if the plan is inconsistent."""
         assert 0 <= samples.min() <= samples.max() < self.num_samples
-        # A sample consists of the pieces `low` to `high` of the plan.
+        # A sample consists of the pieces `low` to `high` of the plan, from the end of the previous
+        # sample on; sample 0 has none.
         plan = self.plan
         high = plan.row_ends[samples]
         low = np.where(samples > 0, plan.row_ends[samples - 1], 0)
         counts = high - low
         if counts.min() < 1 or low.min() < 0 or high.max() > len(plan.starts):
             raise self._corrupt()
-        pieces = np.repeat(high - np.cumsum(counts), counts) + np.arange(counts.sum())
+        # The numbers low, low + 1, ... of every sample: `arange` counts through all samples, so the
+        # pieces of earlier samples are subtracted.
+        num_earlier = np.cumsum(counts) - counts
+        pieces = np.repeat(low - num_earlier, counts) + np.arange(counts.sum())
         starts, lengths = plan.starts[pieces], plan.lengths[pieces].astype(np.int64)
         if (
             lengths.min() < 1
@@ -258,7 +261,7 @@ class PackedDocuments(StreamSamples):
         numbers = np.repeat(np.arange(len(samples)), counts)
         # The position of a piece in its row: the lengths of earlier pieces of the sample.
         begins = np.cumsum(lengths) - lengths
-        positions = begins - np.repeat(begins[np.cumsum(counts) - counts], counts)
+        positions = begins - np.repeat(begins[num_earlier], counts)
         return Ranges(numbers, starts, lengths, positions)
 
     def _corrupt(self) -> DataError:

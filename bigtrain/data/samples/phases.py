@@ -249,10 +249,11 @@ def next_phase(
         if config.data.samples is not None:
             name = config.data.samples.type
             file = "" if name == GIVEN else location(import_named("data.samples.type", name))
+            file_note = f" ({file})" if file else ""
             raise CheckpointError(
                 f"data.samples.type = {name!r} does not have the training tokens that this run has "
                 f"read: hash {previous.hash} there, {source.hash} now, of its first items, length "
-                f"and settings{file and f' ({file})'} -> restore the code, its settings and its "
+                f"and settings{file_note} -> restore the code, its settings and its "
                 "data; or begin another run: another output.directory"
             )
         raise CheckpointError(

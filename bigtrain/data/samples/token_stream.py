@@ -215,6 +215,7 @@ class TokenStream:
         if out.dtype == self.token_dtype:
             self._bin.read(parts.scaled(self.token_dtype.itemsize), out)
             return
+        # `out` has a wider type: read all parts one after another, then convert them.
         packed_begins = np.cumsum(parts.lengths) - parts.lengths
         stored = np.empty(int(parts.lengths.sum()), self.token_dtype)
         self._bin.read(replace(parts, positions=packed_begins).scaled(stored.itemsize), stored)
@@ -418,8 +419,9 @@ class PackedWindows(StreamSamples):
             out.begins.append(self.stream.begins(starts, lengths, rows * width))
 
     def _pieces(self, samples: Indices) -> Ranges:
-        zeros, width = np.zeros_like(samples), self.sequence_length + 1
-        return Ranges(np.arange(len(samples)), samples * (width - 1), zeros + width, zeros)
+        numbers, starts = np.arange(len(samples)), samples * self.sequence_length
+        lengths = np.full_like(samples, self.sequence_length + 1)
+        return Ranges(numbers, starts, lengths, positions=np.zeros_like(samples))
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:

@@ -367,7 +367,7 @@ class LengthHistogram:
     def quantile(self, fraction: float) -> int:
         """Return the least length that at least `fraction` of the documents do not exceed."""
         ends = np.cumsum(self.counts)
-        # A small number less: the product of a fraction like 0.05 is rounded up.
+        # Less 1e-6: a product such as 0.05 * 60 may be rounded to just above an integer.
         index = np.searchsorted(ends, max(1.0, fraction * ends[-1] - 1e-6))
         return int(self.lengths[index])
 

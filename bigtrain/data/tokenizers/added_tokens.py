@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bigtrain.data.shards.manifest import TokenizerRecord
-from bigtrain.data.tokenizers.tokenizer import Tokenizer, describe, load_tokenizer
+from bigtrain.data.tokenizers.tokenizer import Tokenizer, from_huggingface, load_tokenizer
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import TokenizerSection
 
@@ -41,7 +41,9 @@ def _grown(
     huggingface.add_tokens(list(special), special_tokens=True)
     huggingface.add_tokens(list(plain))
     vocabulary = huggingface.get_vocab()
-    return describe(name, huggingface), {text: int(vocabulary[text]) for text in (*special, *plain)}
+    return from_huggingface(name, huggingface), {
+        text: int(vocabulary[text]) for text in (*special, *plain)
+    }
 
 
 def check_added_tokens(

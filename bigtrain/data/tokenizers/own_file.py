@@ -96,7 +96,7 @@ def _differences(tokenizer: Any, file_tokenizer: Any, path: Path) -> str:
         return ""
     actual, expected = json.loads(backend.to_str()), json.loads(file_tokenizer.to_str())
     added = {token["content"]: token for token in actual["added_tokens"]}
-    is_missing = any(added.get(token["content"]) != token for token in expected["added_tokens"])
+    lacks_token = any(added.get(token["content"]) != token for token in expected["added_tokens"])
     file_tokens = {token["content"] for token in expected["added_tokens"]}
     plain_tokens = file_tokenizer.get_vocab(with_added_tokens=False).keys()
     extra = sorted(added.keys() - file_tokens - plain_tokens)
@@ -105,7 +105,7 @@ def _differences(tokenizer: Any, file_tokenizer: Any, path: Path) -> str:
 
     # Parts that determine tokens: reported if they change an edge case, or certainly another text.
     changed = [part for part in _ENCODING if _bare_part(actual, part) != _bare_part(expected, part)]
-    if is_missing:
+    if lacks_token:
         changed.append("added_tokens")
     if changed and (text := _encoded_otherwise(backend, file_tokenizer)) is not None:
         return f"{', '.join(changed)}; for example {text[:40]!a}"

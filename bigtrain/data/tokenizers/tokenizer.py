@@ -250,7 +250,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     loaded, remark = _load_with_transformers(name)
     if remark:
         logger.warning("%s", remark)
-    tokenizer = describe(name, loaded)
+    tokenizer = from_huggingface(name, loaded)
     if key and fingerprint(directory, name) == key:  # otherwise its files changed during loading
         facts = {fact: getattr(tokenizer, fact) for fact in FACTS} | {"remark": remark}
         cached = put_cached_tokenizer(directory, key, loaded, facts, decodes_plainly(loaded))
@@ -359,7 +359,7 @@ def tokenizer_hash(huggingface: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def describe(name: str, huggingface: Any) -> Tokenizer:
+def from_huggingface(name: str, huggingface: Any) -> Tokenizer:
     """Return a transformers tokenizer with the facts that shards record. Raise DataError if it has
     no fast implementation or no end-of-sequence token."""
     if getattr(huggingface, "backend_tokenizer", None) is None:
