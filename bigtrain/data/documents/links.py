@@ -37,7 +37,7 @@ class Links:
     _resolved: dict[str, str] = field(default_factory=dict)
 
     @cached_property
-    def _allowed(self) -> tuple[str, ...]:
+    def _allowed_folders(self) -> tuple[str, ...]:
         """Folders whose files may be read: the folder, and the blobs of a Hugging Face snapshot."""
         root = os.path.realpath(self.folder)
         blobs = [
@@ -155,7 +155,8 @@ class Links:
 
     def _is_inside(self, target: str) -> bool:
         return any(
-            target == folder or target.startswith(folder + os.sep) for folder in self._allowed
+            target == folder or target.startswith(folder + os.sep)
+            for folder in self._allowed_folders
         )
 
     def _leads_out(self, path: str, below: str, target: str) -> DataError:

@@ -66,17 +66,18 @@ class EpochRemainder:
         # positions. A sample has a piece in every chunk that it touches.
         first_chunk = begins // chunk_length
         counts = (begins + sequence_length - 1) // chunk_length - first_chunk + 1
-        last = np.cumsum(counts) - 1
-        sample = np.repeat(np.arange(len(samples)), counts)
+        first_pieces = np.cumsum(counts) - counts
+        sample_of_piece = np.repeat(np.arange(len(samples)), counts)
         # By piece: its sample, its chunk in permuted order, and its tokens `low` to `high`.
-        chunk = np.arange(len(sample)) + np.repeat(first_chunk - (last - counts + 1), counts)
-        low = np.maximum(begins[sample], chunk * chunk_length)
-        high = np.minimum(begins[sample] + sequence_length, (chunk + 1) * chunk_length)
+        chunk = np.arange(len(sample_of_piece)) + np.repeat(first_chunk - first_pieces, counts)
+        sample_begins = begins[sample_of_piece]
+        low = np.maximum(sample_begins, chunk * chunk_length)
+        high = np.minimum(sample_begins + sequence_length, (chunk + 1) * chunk_length)
         lengths = high - low
-        lengths[last] += 1  # the last label of the sample
+        lengths[first_pieces + counts - 1] += 1  # the last label of the sample
         permuted = permute(chunk, num_chunks, seed, self.epoch, source)
         starts = (permuted - chunk) * chunk_length + low
-        return Ranges(sample, starts, lengths, low - begins[sample])
+        return Ranges(sample_of_piece, starts, lengths, low - sample_begins)
 
 
 class JoinedWindows(StreamSamples):

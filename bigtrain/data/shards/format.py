@@ -213,7 +213,8 @@ class TokenShard:
 
     @cached_property
     def labels(self) -> npt.NDArray[np.uint8]:
-        """Label of every document, 0 or 1, uint8 [num_documents]; only if the rows are of kto."""
+        """Label of every document, uint8 [num_documents]: 1 for a desirable answer, or the number
+        of a class; only if the rows are labeled."""
         return self._mapped(self.labels_path, "u1", self.num_documents)
 
     @cached_property

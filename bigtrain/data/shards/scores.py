@@ -7,8 +7,8 @@
         request.json                 what is computed: model, data, kind
         train-00000.sums.npy         float64 [documents]: of a document's targets, summed
         train-00000.targets.npy      int64 [documents]: targets of a document
-      train-00000.mismatched.npy   float64 [documents], of rated answers (KTO): of the targets of
-                                   the mismatched answer
+        train-00000.mismatched.npy   float64 [documents], of rated answers (KTO): of the targets of
+                                     the mismatched answer
         train-00000.tokens.npy       float32 [tokens], for --kind tokens; 0 without a target
         train-00000.top_ids.npy      int32 [tokens, k], for --kind top-k
         train-00000.top_values.npy   float32 [tokens, k], in falling order; 0 without a target
@@ -70,8 +70,8 @@ class ScoreRequest(Record):
     """for top-k: the most probable tokens that are stored"""
     sequence_length: Annotated[int, Field(ge=1)]
     long_documents: LongPieces
-    """cut: a longer document is scored in pieces of sequence_length, each without those before it;
-    truncate: only its first piece is"""
+    """cut: a longer document is scored in pieces of sequence_length, each without the pieces before
+    it; truncate: only its first piece is scored"""
     dtype: str
     """of the computation"""
     part_tokens: Annotated[int, Field(ge=1)]

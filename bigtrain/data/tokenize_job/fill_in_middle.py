@@ -70,6 +70,7 @@ class FillInMiddle:
         if not content or self._draw(content, _SELECTION_STREAM) >= int(self.rule.rate * 2**64):
             return None
         text = content.decode("utf-8")
+        # A draw below 2^64, scaled to a position of the text or its end.
         num_positions = len(text) + 1
         low, high = sorted(self._draw(content, n) * num_positions >> 64 for n in _CUT_STREAMS)
         is_spm = self._draw(content, _MODE_STREAM) < int(self.rule.spm_rate * 2**64)
@@ -99,12 +100,12 @@ class FillInMiddle:
         documents = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
         # A piece that spells a beginning or an end of text is not one.
         encoded_pieces = encoder.encode_utf8(pieces, has_ends=False)
-        bare = np.split(encoded_pieces.tokens, np.cumsum(encoded_pieces.lengths)[:-1])
+        piece_tokens = np.split(encoded_pieces.tokens, np.cumsum(encoded_pieces.lengths)[:-1])
         # A cut document was encoded as an empty text: its three pieces replace it.
         next_piece = 0
         for number, cut in enumerate(cuts):
             if cut is not None:
-                parts = bare[next_piece : next_piece + 3]
+                parts = piece_tokens[next_piece : next_piece + 3]
                 documents[number] = self._rearranged(cut.mode, parts, encoder)
                 next_piece += 3
         return Transformed(

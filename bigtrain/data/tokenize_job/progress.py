@@ -109,9 +109,9 @@ class TokenizeProgress:
             text += f", {tqdm.format_interval(max(0, remaining_s))} left"
         if counts.bad_documents:
             text += f", {counts.bad_documents:,} bad documents"
-        counts_with_path = [counts for counts in self._current.values() if counts.path]
+        current = [worker for worker in self._current.values() if worker.path]
         reading = sorted(
-            {f"{_name(c)} {100 * c.part_done // max(1, c.part_bytes)} %" for c in counts_with_path}
+            {f"{_name(w)} {100 * w.part_done // max(1, w.part_bytes)} %" for w in current}
         )
         return text + (f"; reading {', '.join(reading)}" if reading else "")
 

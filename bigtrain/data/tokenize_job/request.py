@@ -1,6 +1,5 @@
-"""Request to `bigtrain tokenize`, and its options for reading inputs. Pure.
-
-Number of worker processes and threads that build shards, and their order of units. Pure.
+"""Request to `bigtrain tokenize`, and its options for reading inputs; number of worker processes
+and threads that build shards, and their order of units. Pure.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from bigtrain.system.machine import Machine
 
 T = TypeVar("T")
 BYTES_PER_PROCESS = 256 << 20
-"""Minimum input bytes per process if there are several: it starts in half a second, and its encoder
-has to cache words again that another has cached. Two break even with one at twice as much."""
+"""Minimum input bytes per process if there are several: a process starts in half a second, and its
+encoder caches words that other processes cache, too. Two processes are as fast as one for an input
+of twice this size."""
 MEMORY_BYTES_PER_PROCESS = 1 << 30
 """Free memory needed per process: batches, and the encoder's caches of at most half of it."""
 

@@ -80,12 +80,9 @@ def _nca_pair(
     chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return the losses of noise contrastive alignment (arXiv 2402.05369)."""
-    chosen_rewards, rejected_rewards = (
-        section.beta * chosen_rewards,
-        section.beta * rejected_rewards,
-    )
-    noise_terms = F.logsigmoid(-chosen_rewards) + F.logsigmoid(-rejected_rewards)
-    return -F.logsigmoid(chosen_rewards) - 0.5 * noise_terms
+    scaled_chosen, scaled_rejected = section.beta * chosen_rewards, section.beta * rejected_rewards
+    noise_terms = F.logsigmoid(-scaled_chosen) + F.logsigmoid(-scaled_rejected)
+    return -F.logsigmoid(scaled_chosen) - 0.5 * noise_terms
 
 
 def _bco_pair(
@@ -134,8 +131,9 @@ def _discopop(
     """Return the losses that DiscoPOP found (arXiv 2406.08414, equation 5, with its temperature):
     logistic and exponential, mixed by the margin."""
     margins = section.beta * (chosen_rewards - rejected_rewards)
-    share = torch.sigmoid(margins / _DISCOPOP_TEMPERATURE)
-    return -F.logsigmoid(margins) * (1 - share) + torch.exp(-margins) * share
+    exponential_share = torch.sigmoid(margins / _DISCOPOP_TEMPERATURE)
+    logistic, exponential = -F.logsigmoid(margins), torch.exp(-margins)
+    return logistic * (1 - exponential_share) + exponential * exponential_share
 
 
 def _simpo(
