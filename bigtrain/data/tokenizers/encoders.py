@@ -21,9 +21,9 @@ import numpy.typing as npt
 @dataclass(frozen=True)
 class Encoded:
     """Documents as tokens: `tokens` integers [sum of lengths], `lengths` int64 [documents]. Each
-    document begins with the beginning-of-text tokens and ends with the end-of-document token, once
-    if the text itself spells them, counted in its length; a document without tokens has length 0
-    and neither, as in Megatron's ``preprocess_data.py``."""
+    document begins with the beginning-of-text tokens and ends with the end-of-document token, which
+    count in its length, and are not repeated if the text itself spells them. A document without
+    tokens has length 0, and gets none, as in Megatron's ``preprocess_data.py``."""
 
     tokens: npt.NDArray[np.integer[Any]]
     lengths: npt.NDArray[np.int64]
@@ -101,7 +101,7 @@ class Encoder(ABC):
 
     @classmethod
     def engine(cls) -> str:
-        """Return library and version, for the manifest; if it is missing, that."""
+        """Return library and version, for the manifest, or that it is not installed."""
         try:
             return f"{cls.library} {metadata.version(cls.library)}"
         except metadata.PackageNotFoundError:
