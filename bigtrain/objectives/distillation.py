@@ -80,15 +80,13 @@ class Distillation(ObjectiveKind[DistillationFields]):
 
 def _live_teacher_problems(run: RunSections) -> list[Problem]:
     """Return the problems of a teacher model in a run that cannot have one."""
-    alternative = (
-        "objective.teacher, scores of the data that `bigtrain score --kind top-k` has stored"
-    )
+    stored = "objective.teacher, scores of the data that `bigtrain score --kind top-k` has stored"
     problems = []
     if run.parallel.pipeline != 1:
         rule = "a teacher in the run is not divided into pipeline stages"
-        fix = f"parallel.pipeline=1, or {alternative}"
+        fix = f"parallel.pipeline=1, or {stored}"
         problems.append(Problem("parallel.pipeline", run.parallel.pipeline, rule, fix))
     if run.sites is not None:
         rule = "a teacher in the run is divided over the ranks of one site"
-        problems.append(Problem("sites", "set", rule, f"sites=null, or {alternative}"))
+        problems.append(Problem("sites", "set", rule, f"sites=null, or {stored}"))
     return problems

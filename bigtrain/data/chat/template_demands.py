@@ -27,7 +27,6 @@ OTHER_TEMPLATE = "use a template for such messages: --chat-template FILE"
 MAX_CHANGES = 3
 """Maximum changes of a conversation that are tested together."""
 SHOWN_ROLES = 8
-"""Maximum roles that an error lists."""
 
 
 class AcceptedRendering(NamedTuple):
@@ -175,7 +174,6 @@ def _omit_system(conversation: _Changed) -> _Changed | None:
 
 
 def _join_neighbours(conversation: _Changed) -> _Changed | None:
-    """Join consecutive messages of equal role."""
     joined: list[_Numbered] = []
     neighbours: list[tuple[_Numbered, _Numbered]] = []
     for message in conversation.messages:
@@ -199,14 +197,12 @@ def _omit_tools(conversation: _Changed) -> _Changed | None:
     if not has_calls and not conversation.tools:
         return None
     # A message of calls may have no content, which a template could refuse.
-    other_messages = [
+    remaining = [
         replace(message, content={"content": "a", **message.content, "tool_calls": None})
         for message in conversation.messages
         if message.role not in RESULTS
     ]
-    without_calls = conversation.by(
-        "without tools and calls", "remove tools and calls", other_messages
-    )
+    without_calls = conversation.by("without tools and calls", "remove tools and calls", remaining)
     return replace(without_calls, tools=None)
 
 

@@ -29,8 +29,6 @@ from bigtrain.errors import BigtrainError, DataError
 
 REPORT_BYTES = 1 << 22
 """Bytes after which a worker reports progress: a few times a second."""
-
-
 Update = Callable[[int, Counts], None]
 """Callback with a worker's number and its counts in this round."""
 
@@ -92,15 +90,14 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
 
 
 def _follow(started: dict[Connection, _Worker], update: Update) -> None:
-    """Wait until every worker has reported its end. Raise the first reported error. A message is
-    `Counts`, and at the end None or an error."""
+    """Wait until every worker has reported its end. Raise the first reported error."""
     running = dict(started)
     while running:
         for connection in wait(list(running)):
             assert isinstance(connection, Connection)
             number, process = running[connection]
             try:
-                message = connection.recv()
+                message = connection.recv()  # `Counts`, and at the end None or an error
             except EOFError:
                 process.join()
                 raise DataError(

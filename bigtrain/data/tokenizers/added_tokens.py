@@ -41,9 +41,8 @@ def _grown(
     huggingface.add_tokens(list(special), special_tokens=True)
     huggingface.add_tokens(list(plain))
     vocabulary = huggingface.get_vocab()
-    return from_huggingface(name, huggingface), {
-        text: int(vocabulary[text]) for text in (*special, *plain)
-    }
+    ids = {text: int(vocabulary[text]) for text in (*special, *plain)}
+    return from_huggingface(name, huggingface), ids
 
 
 def check_added_tokens(
