@@ -88,6 +88,7 @@ def run(args: TokenizerArguments) -> int:
 
 
 def _grow(output: Path, base: str, plain: Sequence[str], special: Sequence[str]) -> int:
+    """Save the tokenizer `base` with added tokens; print their ids, and what to do next."""
     from bigtrain.python_api.results import add_tokens
 
     ids = add_tokens(base, output, tokens=plain, special_tokens=special)

@@ -46,9 +46,9 @@ class Distillation(ObjectiveKind[DistillationFields]):
     def unread(self) -> list[str]:
         section = self.section
         if (section.teacher is None) == (section.teacher_model is None):
-            number = "one of" if section.teacher is None else "only one of"
+            needed = "one of" if section.teacher is None else "only one of"
             raise ValueError(
-                f"objective.type = 'distillation' needs {number} objective.teacher, the directory "
+                f"objective.type = 'distillation' needs {needed} objective.teacher, the directory "
                 "of `bigtrain score --config TEACHER.yaml --kind top-k --output DIR`, and "
                 "objective.teacher_model, a model that is computed in the run -> omit the other"
             )
@@ -79,13 +79,14 @@ class Distillation(ObjectiveKind[DistillationFields]):
 
 
 def _live_teacher_problems(run: RunSections) -> list[Problem]:
-    score = "objective.teacher, scores of the data that `bigtrain score --kind top-k` has stored"
+    """Return the problems of a teacher model in a run that cannot have one."""
+    stored = "objective.teacher, scores of the data that `bigtrain score --kind top-k` has stored"
     problems = []
     if run.parallel.pipeline != 1:
         rule = "a teacher in the run is not divided into pipeline stages"
-        fix = f"parallel.pipeline=1, or {score}"
+        fix = f"parallel.pipeline=1, or {stored}"
         problems.append(Problem("parallel.pipeline", run.parallel.pipeline, rule, fix))
     if run.sites is not None:
         rule = "a teacher in the run is divided over the ranks of one site"
-        problems.append(Problem("sites", "set", rule, f"sites=null, or {score}"))
+        problems.append(Problem("sites", "set", rule, f"sites=null, or {stored}"))
     return problems

@@ -116,9 +116,9 @@ class ObjectiveKind(Generic[FieldsT]):
         stages no reference pass fits between the micro-batches."""
         adapters = run.adapters
         can_turn_off = adapters is not None and not adapters.changes_base
-        computes = can_turn_off and run.parallel.pipeline == 1
+        can_compute = can_turn_off and run.parallel.pipeline == 1
         is_named = getattr(self.section, "reference", None) is not None
-        return self.needs_reference and (not computes or is_named)
+        return self.needs_reference and (is_named or not can_compute)
 
     def num_reference_rows(self, run: RunSections) -> int:
         """Return the rows of a sample in forward passes without gradients: passes of the reference,
@@ -131,7 +131,7 @@ class ObjectiveKind(Generic[FieldsT]):
         return {}
 
     def unread(self) -> list[str]:
-        """Return those of `fields` that have no effect with the value of `decisive`. Raises
+        """Return the names in `fields` that have no effect with the value of `decisive`. Raises
         ValueError for settings that contradict each other."""
         return []
 
@@ -147,7 +147,7 @@ class ObjectiveKind(Generic[FieldsT]):
         ]
 
     def _row_problems(self, data: DataSection) -> list[Problem]:
-        """Return the problems of settings without a meaning for samples in rows of their own."""
+        """Return the problems of settings without a meaning for samples in separate rows."""
         if self.rows is None:
             return []
         rule = f"{self.rows.padded} is a row of its own, padded at the end"

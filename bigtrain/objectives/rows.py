@@ -39,7 +39,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerRows:
-    """Rows of data whose documents are samples of their own, not parts of a stream of tokens.
+    """Rows of data whose documents are separate samples, not parts of a stream of tokens.
 
     documents: names of the documents that a row becomes in the shards. rows_per_sample: rows of
     the model's input for a sample. is_labeled: whether a document has a label, a byte of a

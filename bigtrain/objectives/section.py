@@ -103,6 +103,7 @@ class ObjectiveSection(  # pydantic lists the fields of the last base first
             value = getattr(self, name)
             if name in fields and name not in unread:
                 continue
+            # Only the default is accepted of a field that this kind of objective does not read.
             if value != field.get_default(call_default_factory=True):
                 key = objective.decisive if name in fields else "type"
                 raise ValueError(

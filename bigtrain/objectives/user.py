@@ -81,18 +81,17 @@ class UserObjective(ObjectiveKind[UserFields]):
         if not self.needs_reference:
             return problems
         adapters = run.adapters
-        if adapters is None or run.parallel.pipeline > 1:
+        if adapters is None:
             rule = (
                 "reference = True asks for log-probabilities without adapters, and the run has none"
             )
-            remedy = "adapters: {type: lora}"
-            if adapters is not None:
-                rule = (
-                    "reference = True asks for passes without adapters, which pipeline stages do "
-                    "not make"
-                )
-                remedy = "parallel.pipeline=1"
-            return [*problems, Problem(_KEY, self.name, rule, remedy)]
+            return [*problems, Problem(_KEY, self.name, rule, "adapters: {type: lora}")]
+        if run.parallel.pipeline > 1:
+            rule = (
+                "reference = True asks for passes without adapters, which pipeline stages do "
+                "not make"
+            )
+            return [*problems, Problem(_KEY, self.name, rule, "parallel.pipeline=1")]
         rule = (
             "changes the model also with its adapters off, by which objective.type = "
             f"{self.name!r} gets its reference"

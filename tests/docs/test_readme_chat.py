@@ -6,7 +6,7 @@ import re
 
 from bigtrain.data.chat.encoder import ChatEncoder, ChatRules
 from bigtrain.data.documents.conversations import conversation_bytes
-from bigtrain.data.tokenizers.tokenizer import describe
+from bigtrain.data.tokenizers.tokenizer import from_huggingface
 from tests.support.chats import chat_tokenizer
 from tests.support.pages import page_text
 
@@ -17,7 +17,7 @@ def test_the_template_with_tools_and_reasoning() -> None:
     _, source = re.findall(r"^```jinja\n(.*?)^```", page, flags=re.M | re.S)
     wrapped = chat_tokenizer(source.removesuffix("\n"))
     wrapped.eos_token = "<|endoftext|>"
-    tokenizer = describe("of the page", wrapped)
+    tokenizer = from_huggingface("of the page", wrapped)
     reference = tokenizer.encoder(True, ends=False)
     rules = ChatRules(tuple(tokenizer.generation_ends().values()))
     encoder = ChatEncoder(reference, reference, tokenizer.chat_template(), False, rules=rules)

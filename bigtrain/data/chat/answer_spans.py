@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from bigtrain.data.chat.control_tokens import ControlTokens
@@ -66,9 +67,9 @@ class Rendering:
     text: str
     strings: Sequence[RenderedString]
 
-    def answers(self) -> list[int]:
+    def answer_numbers(self) -> list[int]:
         """Return the numbers of the assistant's messages, from 1."""
-        return [n for n, m in enumerate(self.messages, 1) if m["role"] == "assistant"]
+        return [n for n, message in enumerate(self.messages, 1) if message["role"] == "assistant"]
 
     def spoken_by(self, number: int) -> list[RenderedString]:
         """Return the strings in content and calls of message `number`."""
@@ -81,19 +82,21 @@ def learned_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[Answer]
     of weight 0. Raise ConversationError for a block with text of another role, for an answer of
     which only the end is in a block, and for a block of unknown message if messages have different
     weights."""
-    messages, numbers = rendering.messages, rendering.answers()
-    weights = {is_learned(messages[n - 1]) and weight_of(messages[n - 1]) for n in numbers}
-    blocks = [block for block in blocks if block[0] < block[1]]
+    messages, answer_numbers = rendering.messages, rendering.answer_numbers()
+    # Weights of the answers, False for an answer that is not learned.
+    weights = {is_learned(messages[n - 1]) and weight_of(messages[n - 1]) for n in answer_numbers}
+    blocks = [(begin, end) for begin, end in blocks if begin < end]
     spans_by_number: dict[int, list[Span]] = {}
     ambiguous_answers: list[Answer] = []
-    # A block of unknown owner is learned if all answers are learned alike.
+    # A block of ambiguous owner is learned if all answers have the same weight.
     for block, owners in zip(blocks, _owners_of_blocks(rendering, blocks), strict=True):
-        last_owner = (owners or numbers or [1])[-1]
+        # Without an owner, any message is named in the error.
+        last_owner = (owners or answer_numbers or [1])[-1]
         if len(owners) == 1:
             spans_by_number.setdefault(last_owner, []).append(block)
         elif len(weights) > 1:
             raise ConversationError(WEIGHT_REMEDY.format(last_owner))
-        elif weights != {False}:  # all blocks are learned alike
+        elif weights != {False}:  # all answers are learned
             ambiguous_answers.append(Answer(last_owner, (block,)))
     answers = [
         Answer(number, tuple(spans))
@@ -112,8 +115,8 @@ def learned_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[Answer]
 
 
 def _owners_of_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[list[int]]:
-    """Return the numbers of the assistant's messages that may own each block; one if it is
-    proven."""
+    """Return, for each block, the numbers of the assistant's messages that may own it; a single
+    number if the owner is proven."""
     owners: list[list[int]] = []
     for block in blocks:
         numbers = sorted({s.message for s in rendering.strings if _overlap(s, block)})
@@ -126,24 +129,27 @@ def _owners_of_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[list
                     "--chat-template FILE"
                 )
         owners.append(numbers)
-    # A name may be repeated later: the name of a call in its result.
+    # Only the first occurrence of a string locates its message: a template may repeat the name of a
+    # call in its result. The dictionary keeps the string that comes last in reversed order.
     first_strings = list({s.piece: s for s in reversed(rendering.strings)}.values())[::-1]
     for index, block in enumerate(blocks):
         if owners[index]:
             continue
         # A block without a string continues the block before it, or begins the block after it.
-        near = [n for n in (index - 1, index + 1) if 0 <= n < len(blocks) and len(owners[n]) == 1]
-        gaps = {n: sorted((blocks[n], block)) for n in near}
-        touching = [n for n, (a, b) in gaps.items() if not rendering.text[a[1] : b[0]].strip()]
-        if touching:
-            owners[index] = owners[touching[0]]
+        for neighbour in (index - 1, index + 1):
+            if 0 <= neighbour < len(blocks) and len(owners[neighbour]) == 1:
+                left, right = sorted((blocks[neighbour], block))
+                if not rendering.text[left[1] : right[0]].strip():
+                    owners[index] = owners[neighbour]
+                    break
+        if owners[index]:
             continue
         # Or the only answer between the strings before and after it owns the block.
-        before = [s.message for s in first_strings if s.end <= block[0]]
-        after = [s.message for s in first_strings if s.begin >= block[1]]
-        low = before[-1] if before else 1
-        high = after[0] if after else len(rendering.messages)
-        owners[index] = [n for n in rendering.answers() if low <= n <= high]
+        before = [string.message for string in first_strings if string.end <= block[0]]
+        after = [string.message for string in first_strings if string.begin >= block[1]]
+        first_number = before[-1] if before else 1
+        last_number = after[0] if after else len(rendering.messages)
+        owners[index] = [n for n in rendering.answer_numbers() if first_number <= n <= last_number]
     return owners
 
 
@@ -157,7 +163,7 @@ def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Chat
     spans = [span for answer in answers for span in answer.spans]
     strings = rendering.strings
     learned_pieces = {
-        s.piece for s in strings if any(a <= s.begin and s.end <= b for a, b in spans)
+        s.piece for s in strings if any(begin <= s.begin and s.end <= end for begin, end in spans)
     }
     unlearned_parts = {
         (s.message, s.part_kind)
@@ -173,10 +179,10 @@ def unmarked_parts(rendering: Rendering, answers: Sequence[Answer]) -> list[Chat
 def assistant_spans(
     template: ChatTemplate, control: ControlTokens, rendering: Rendering
 ) -> list[Answer]:
-    """Return the character range of each answer, except answers of weight 0, for a template without
-    {% generation %} blocks. Raise ConversationError if they cannot be determined."""
+    """Return the character range of every answer, without answers of weight 0, for a template that
+    has no {% generation %} blocks. Raise ConversationError if they cannot be determined."""
     answers = []
-    for number in rendering.answers():
+    for number in rendering.answer_numbers():
         if not is_learned(rendering.messages[number - 1]):
             continue
         try:
@@ -201,8 +207,8 @@ def assistant_spans(
             if string.message != number and _overlap(string, (begin, end)):
                 reason = f"text of message {string.message} is inside message {number}"
                 raise ConversationError(REMEDY.format(reason))
-        # All content and calls of this message must be learned. A template may write a piece more
-        # than once: one of them in the turn is enough.
+        # All content and calls of this message must be learned. If the template writes a piece more
+        # than once, one occurrence inside the turn is enough.
         strings = rendering.spoken_by(number)
         pieces_in_turn = {s.piece for s in strings if begin <= s.begin and s.end <= end}
         if any(s.piece not in pieces_in_turn for s in strings):
@@ -215,6 +221,8 @@ def assistant_spans(
 def _span(
     template: ChatTemplate, control: ControlTokens, rendering: Rendering, number: int
 ) -> Span:
+    """Return the characters of the turn of message `number`, after its prompt. Raise
+    ConversationError if the renderings do not determine them, TemplateRefusal for the prompt."""
     messages, tools, text = rendering.messages, rendering.tools, rendering.text
     prompt, _ = template.render(messages[: number - 1], tools, add_generation_prompt=True)
     if text.startswith(prompt):
@@ -222,16 +230,18 @@ def _span(
         up_to_turn = text
         if number < len(messages):
             up_to_turn, _ = template.render(messages[:number], tools)
+        # The usual template: each longer conversation begins with the text of the shorter one.
         if up_to_turn.startswith(prompt) and text.startswith(up_to_turn):
             return begin, len(up_to_turn)
-        content, end = _around_content(template, control, rendering, number)
-        if begin <= content:
+        content_begin, end = _around_content(template, control, rendering, number)
+        if begin <= content_begin:
             return begin, end
         raise ConversationError(REMEDY.format(f"message {number} begins inside of its prompt"))
     # The prompt may contain more than the rendered turn: the opening of a reasoning block.
-    before, _ = template.render(messages[: number - 1], tools)
+    earlier, _ = template.render(messages[: number - 1], tools)
     begin, end = _around_content(template, control, rendering, number)
-    if not text.startswith(before) or not prompt.startswith(text[:begin]) or begin < len(before):
+    is_after_prompt = prompt.startswith(text[:begin]) and begin >= len(earlier)
+    if not (text.startswith(earlier) and is_after_prompt):
         raise ConversationError(REMEDY.format(f"message {number} does not follow its prompt"))
     return begin, end
 
@@ -244,19 +254,21 @@ def _around_content(
     text = rendering.text
     changed = [*rendering.messages]
     changed[number - 1] = _with_placeholder(changed[number - 1])
-    before, is_present, after = template.render(changed, rendering.tools)[0].partition(PLACEHOLDER)
-    ending = template.render(changed[:number], rendering.tools)[0].partition(PLACEHOLDER)[2]
-    # The last turn of a conversation may have more at its end (Phi 3: the end of the text). Both
-    # endings share characters, at least up to a control token.
-    pairs = enumerate(zip(after, ending, strict=False))
-    num_shared = next((n for n, (a, b) in pairs if a != b), min(len(after), len(ending)))
-    if num_shared < len(ending):
+    full_text, _ = template.render(changed, rendering.tools)
+    before, is_present, after = full_text.partition(PLACEHOLDER)
+    text_to_turn, _ = template.render(changed[:number], rendering.tools)
+    _, _, turn_ending = text_to_turn.partition(PLACEHOLDER)
+    # The turn ends where `after` and `turn_ending` differ, or at the last control token before: the
+    # last turn of a conversation may have more at its end (Phi 3: the end of the text).
+    pairs = zip(after, turn_ending, strict=False)
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if num_shared < len(turn_ending):
         ends = [match.end() for match in control.find(after)]
-        num_shared = max((end for end in ends if end <= num_shared), default=-1)
+        num_shared = max((end for end in ends if end <= num_shared), default=-1)  # -1: none
     if (
         not is_present
         or num_shared < 0
-        or PLACEHOLDER in after + ending
+        or PLACEHOLDER in after + turn_ending
         or not (text.startswith(before) and text.endswith(after))
         or len(before) + len(after) > len(text)
     ):
@@ -274,9 +286,9 @@ def _with_placeholder(message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "content": PLACEHOLDER}
     if not isinstance(calls, list) or not calls:
         return message
-    last = calls[-1]
-    if isinstance(last.get("function"), dict):
-        named = {**last, "function": {**last["function"], "name": PLACEHOLDER}}
+    last_call = calls[-1]
+    if isinstance(last_call.get("function"), dict):
+        renamed_call = {**last_call, "function": {**last_call["function"], "name": PLACEHOLDER}}
     else:
-        named = {**last, "name": PLACEHOLDER}
-    return {**message, "tool_calls": [*calls[:-1], named]}
+        renamed_call = {**last_call, "name": PLACEHOLDER}
+    return {**message, "tool_calls": [*calls[:-1], renamed_call]}

@@ -54,11 +54,11 @@ class ControlTokens:
             unknown_token = model["vocab"][model["unk_id"]][0]
         self._control_ids = [id_ for name, id_ in self.ids.items() if name != unknown_token]
         names = sorted(filter(None, self.ids), key=len, reverse=True)
-        self._whole = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._full_name = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._beginnings = {name[:end] for name in names for end in range(1, len(name))}
         self._endings = {name[begin:] for name in names for begin in range(1, len(name))}
         self._longest_part = max(map(len, names), default=1) - 1
-        # Parts of names whose other parts the template's literals end and begin with.
+        # Middles of names of which the template has the beginning and the end in two literals.
         self._middles: set[str] = set()
         for name in names:
             splits = range(1, len(name))
@@ -73,18 +73,19 @@ class ControlTokens:
 
     def find(self, text: str) -> Iterator[re.Match[str]]:
         """Yield the control tokens' texts in `text`, as the tokenizer finds them."""
-        return self._whole.finditer(text)
+        return self._full_name.finditer(text)
 
     def could_be_from(self, value: object) -> bool:
         """Return whether strings in `value` (messages, tools) could form a control token's text.
         Raises ConversationError for a key that does, and for an unknown role that could."""
-        return any([self._cuts(string) for string in self._strings(value)])
+        # A list, not a generator: every string is checked, and may raise.
+        return any([self._mark_positions(string) for string in self._strings(value)])
 
     def marked(self, value: Any) -> Any:
         """Return `value` with `MARK` in its strings where they could be part of a control token."""
         if isinstance(value, str):
-            for cut in sorted(set(self._cuts(value)), reverse=True):
-                value = value[:cut] + MARK + value[cut:]
+            for position in sorted(set(self._mark_positions(value)), reverse=True):
+                value = value[:position] + MARK + value[position:]
             return value
         if isinstance(value, dict):
             return {
@@ -105,11 +106,13 @@ class ControlTokens:
                 "it from the template's own -> remove it, or trust the data: "
                 "--parse-special-tokens"
             )
-        ranges, counted, marks = [], 0, 0
+        # A token that is intact in the marked text has no mark inside. Its position in `text` is
+        # less by the number of marks before it.
+        ranges, counted_to, num_marks = [], 0, 0
         for match in self.find(marked_text):
-            marks += marked_text.count(MARK, counted, match.start())
-            counted = match.start()
-            ranges.append((match.start() - marks, match.end() - marks))
+            num_marks += marked_text.count(MARK, counted_to, match.start())
+            counted_to = match.start()
+            ranges.append((match.start() - num_marks, match.end() - num_marks))
         return ranges
 
     def encode(
@@ -118,48 +121,50 @@ class ControlTokens:
         """Encode `text` by the reference tokenizer; return ids [n] and character ranges [n, 2].
         `control`: ranges that are control tokens; None: ranges that the tokenizer finds. Raises
         ConversationError if it would encode other text as a control token."""
-        backend, originals, names = self._renamed
+        backend, original_ids, new_names = self._renamed
         has_ranges = control is not None
         if control is None:
             control = [match.span() for match in self.find(text)]
-        parts, end = [], 0
+        pieces, previous_end = [], 0
         if any(FIRST_NAME <= ord(character) for character in set(text)):
             raise ConversationError("it contains private-use characters of planes 15 and 16")
-        for low, high in control:
-            parts += [text[end:low], names[text[low:high]]]
-            end = high
-        encoding = backend.encode("".join([*parts, text[end:]]), add_special_tokens=False)
-        ids = originals[np.array(encoding.ids, np.int64)]
+        for begin, end in control:
+            pieces += [text[previous_end:begin], new_names[text[begin:end]]]
+            previous_end = end
+        pieces.append(text[previous_end:])
+        encoding = backend.encode("".join(pieces), add_special_tokens=False)
+        ids = original_ids[np.array(encoding.ids, np.int64)]
         if has_ranges and np.isin(ids, self._control_ids).sum() > len(control):
             raise ConversationError("the tokenizer encodes other text as a control token")
         return ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     @cached_property
     def _renamed(self) -> tuple[Any, npt.NDArray[np.int64], dict[str, str]]:
-        """Copy of the tokenizer with renamed control tokens, the original ids, and the new names. A
-        name has as many characters as the token's own text, so character ranges do not change."""
+        """Copy of the tokenizer with renamed control tokens, the original id by an id of the copy,
+        and the new name by a token's text: of equal length, so that ranges do not change."""
         from tokenizers import Tokenizer
 
         tree = json.loads(self._tokenizer_json)
-        hide_words(tree["model"], self.ids)
+        hide_words(tree["model"], self.ids)  # no text becomes a control token
         names = {
             name: chr(FIRST_NAME + number) + FILLER * (len(name) - 1)
             for number, name in enumerate(self.ids)
         }
-        ids = {}
+        original_id_by_content = {}
         for token in tree.get("added_tokens") or []:
             if token["special"]:
                 token["content"] = names[token["content"]]
-            ids[token["content"]] = token["id"]
+            original_id_by_content[token["content"]] = token["id"]
         tree["post_processor"] = tree["truncation"] = tree["padding"] = None
         backend = Tokenizer.from_str(json.dumps(tree))
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        originals = np.arange(max(vocabulary.values()) + 1)
-        for content, number in ids.items():
-            originals[vocabulary[content]] = number
-        return backend, originals, names
+        original_ids = np.arange(max(vocabulary.values()) + 1)
+        for content, original_id in original_id_by_content.items():
+            original_ids[vocabulary[content]] = original_id
+        return backend, original_ids, names
 
     def _strings(self, value: object) -> Iterator[str]:
+        """Yield the strings in `value`, except keys and roles. Raise as `could_be_from`."""
         if isinstance(value, str):
             if MARK in value:
                 raise ConversationError(f"it contains the character {MARK!a}, which is not text")
@@ -169,31 +174,32 @@ class ControlTokens:
                 yield from self._strings(item)
         elif isinstance(value, dict):
             for key, item in value.items():
-                if self._whole.search(key):
+                if self._full_name.search(key):
                     raise ConversationError(f"the key {key!r} contains a control token's text")
                 if key == "role" and isinstance(item, str):
-                    if item not in KNOWN_ROLES and self._cuts(item):
+                    if item not in KNOWN_ROLES and self._mark_positions(item):
                         raise ConversationError(f"the role {item!r} is part of a control token")
                 else:
                     yield from self._strings(item)
 
-    def _cuts(self, string: str) -> list[int]:
-        """Return positions in `string` inside every control token it is, or could be, part of."""
+    def _mark_positions(self, string: str) -> list[int]:
+        """Return a position inside of every control token in `string`, and inside of the part of a
+        control token that text before or after `string` could complete."""
         begins = (match.start() for match in self._first.finditer(string))
-        cuts = [begin + 1 for begin in begins if self._whole.match(string, begin)]
-        # Templates strip white space.
+        positions = [begin + 1 for begin in begins if self._full_name.match(string, begin)]
+        # The beginning of a token at the end, or its end at the start. Templates strip white space.
         stripped = string.rstrip()
-        longest = self._longest_part
-        for match in self._first.finditer(stripped, max(0, len(stripped) - longest)):
+        max_part = self._longest_part
+        for match in self._first.finditer(stripped, max(0, len(stripped) - max_part)):
             if stripped[match.start() :] in self._beginnings:
-                cuts.append(match.start() + 1)
+                positions.append(match.start() + 1)
         begin = len(string) - len(string.lstrip())
-        for match in self._last.finditer(stripped, begin, min(begin + longest, len(stripped))):
+        for match in self._last.finditer(stripped, begin, min(begin + max_part, len(stripped))):
             if stripped[begin : match.end()] in self._endings:
-                cuts.append(match.start())
+                positions.append(match.start())
         if string in self._middles or stripped[begin:] in self._middles:
-            cuts.append(begin + 1)
-        return cuts
+            positions.append(begin + 1)
+        return positions
 
 
 def _any_of(characters: Iterable[str]) -> re.Pattern[str]:

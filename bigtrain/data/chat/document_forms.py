@@ -63,9 +63,9 @@ class TokenizedRow:
 
 @dataclass(frozen=True)
 class PlainText:
-    """Prompt and completion as plain text, `text` together. `control`: ranges of control tokens in
-    `text`; None if every occurrence of a control token's text is a control token. is_open: has no
-    end. may_have_start: the text may spell the tokens at the start of every text."""
+    """Prompt and completion as plain text; `text` is both together. `control`: ranges of control
+    tokens in `text`; None if every occurrence of a control token's text is a control token.
+    is_open: no end-of-document token is added. may_have_start: the text may spell `ends.prefix`."""
 
     prompt: str
     text: str
@@ -76,21 +76,22 @@ class PlainText:
     target_noun: ClassVar[str] = "assistant tokens"
 
     def tokens_and_mask(self, batch: BatchResult, control: ControlTokens) -> DocumentTokens:
-        """Return tokens and mask as TRL's, also if a token contains the end of the prompt and the
-        start of the completion."""
+        """Return tokens and mask as TRL's: tokens are learned from the first one that differs from
+        the encoded prompt, also if it contains the end of the prompt."""
         tokens, prompt = batch.tokens, batch.prompt
         if prompt is None:
             prompt = control.encode(self.prompt, self.control)[0].tolist()
             tokens, _ = control.encode(self.text, self.control)
         ids = tokens.tolist()
-        pairs = zip(ids, prompt, strict=False)
-        common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(prompt)))
-        begin = list(self.ends.prefix)
-        if self.may_have_start and ids[: len(begin)] == begin:  # spelled as tokens: once
-            begin = []
+        num_common = 0
+        while num_common < min(len(ids), len(prompt)) and ids[num_common] == prompt[num_common]:
+            num_common += 1
+        prefix = list(self.ends.prefix)
+        if self.may_have_start and ids[: len(prefix)] == prefix:  # the text spells the prefix
+            prefix = []
         end = [] if self.is_open else [self.ends.end_id]
-        full = np.array([*begin, *ids, *end], np.int64)
-        return DocumentTokens(full, np.arange(len(full)) >= len(begin) + common)
+        full = np.array([*prefix, *ids, *end], np.int64)
+        return DocumentTokens(full, np.arange(len(full)) >= len(prefix) + num_common)
 
 
 @dataclass(frozen=True)
@@ -140,5 +141,6 @@ Document = TokenizedRow | PlainText | RenderedChat
 
 
 def _first_at(ranges: Integers, position: int) -> int | None:
+    """Return the first token whose character range contains `position`."""
     matches = np.flatnonzero((ranges[:, 0] <= position) & (ranges[:, 1] > position))
     return int(matches[0]) if len(matches) else None

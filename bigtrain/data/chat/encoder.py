@@ -52,7 +52,7 @@ from bigtrain.data.chat.document_forms import (
     TokenizedRow,
 )
 from bigtrain.data.chat.marked_strings import CALLS, CONTENT, is_counted_only
-from bigtrain.data.chat.rendered_parts import find_parts, refuse
+from bigtrain.data.chat.rendered_parts import dropped_part_error, find_parts
 from bigtrain.data.chat.template_demands import render_accepted
 from bigtrain.data.chat.token_bytes import TokenBytes, token_bytes
 from bigtrain.data.documents.conversations import weight_of
@@ -139,15 +139,16 @@ class ChatEncoder:
         is_complete: bool = False,
     ) -> EncodedChats:
         """Encode conversations given as `bigtrain.data.documents.conversations.conversation_bytes`.
-        group: so many consecutive ones are used together, and `unrendered`, `ends`,
-        `inner_controls` and `spelled` are of groups without a problem. is_complete: all tokens of a
-        text (``text``) without an end, or of a conversation as its template renders it, are
-        targets. Raises EncoderError if `checks` of the texts find the encoder wrong."""
+        group: number of consecutive documents of a row; `unrendered`, `ends`, `inner_controls` and
+        `spelled` count the documents of rows in which no document has a problem. is_complete: every
+        token is a target, of a text (``text``), to which no end is added, or of a conversation as
+        its template renders it. Raises EncoderError if `checks` of the texts find the encoder
+        wrong."""
         documents: list[Document | None] = []
         problems: dict[int, str] = {}
         for number, content in enumerate(contents):
             try:
-                documents.append(self._render(read_document(content), is_complete))
+                documents.append(self._document_of(read_document(content), is_complete))
             except ConversationError as error:
                 problems[number] = str(error)
                 documents.append(None)
@@ -159,41 +160,45 @@ class ChatEncoder:
             checks.run(self.encoder, self.reference, texts, encoded)
         results = self._batch_results(encoded, documents, texts)
 
-        parts = []
+        per_document = []
         for number, document in enumerate(documents):
-            part = DocumentTokens(encoded.tokens[:0], np.zeros(0, np.bool_))
+            document_tokens = DocumentTokens(encoded.tokens[:0], np.zeros(0, np.bool_))
             if document is not None:
                 try:
-                    part = document.tokens_and_mask(results[number], self.control)
+                    document_tokens = document.tokens_and_mask(results[number], self.control)
                     if is_complete:
-                        mask = np.ones(len(part.tokens), np.bool_)
-                        part = DocumentTokens(part.tokens, mask, part.weights)
-                    if is_complete and not len(part.tokens):
+                        tokens, _, weights = document_tokens
+                        mask = np.ones(len(tokens), np.bool_)
+                        document_tokens = DocumentTokens(tokens, mask, weights)
+                    if is_complete and not len(document_tokens.tokens):
                         raise ConversationError("it has no tokens")
-                    if not is_complete and not part.mask[1:].any():
+                    # No token predicts the first one, so a target is a later one.
+                    if not is_complete and not document_tokens.mask[1:].any():
                         raise ConversationError(f"no {document.target_noun} to train on")
                 except ConversationError as error:
                     problems[number] = str(error)
-                    part = DocumentTokens(part.tokens[:0], part.mask[:0], part.weights)
-            parts.append(part)
+                    tokens, mask, weights = document_tokens
+                    document_tokens = DocumentTokens(tokens[:0], mask[:0], weights)
+            per_document.append(document_tokens)
 
-        # Counts are of documents that are used: a group is used only without a problem.
-        bad = {number // group for number in problems}
-        good = [doc for number, doc in enumerate(documents) if number // group not in bad]
-        conversations = [doc for doc in good if isinstance(doc, RenderedChat)]
+        # Statistics cover the documents of rows in which no document has a problem.
+        bad_rows = {number // group for number in problems}
+        used_documents = [doc for n, doc in enumerate(documents) if n // group not in bad_rows]
+        conversations = [doc for doc in used_documents if isinstance(doc, RenderedChat)]
         dropped = Counter(part.part_kind for doc in conversations for part in doc.dropped)
-        padding = sum(doc.row.padding for doc in good if isinstance(doc, TokenizedRow))
+        padding = sum(doc.row.padding for doc in used_documents if isinstance(doc, TokenizedRow))
+        lengths = [len(tokens) for tokens, _, _ in per_document]
         return EncodedChats(
-            np.concatenate([encoded.tokens[:0], *(part.tokens for part in parts)]),
-            np.concatenate([np.zeros(0, np.bool_), *(part.mask for part in parts)]),
-            np.fromiter((len(part.tokens) for part in parts), np.int64, len(parts)),
-            np.fromiter(map(len, texts), np.int64, len(texts)),
-            tuple(sorted(problems.items())),
-            dropped + Counter({PADDING: padding}),
-            frozenset[str]().union(*(doc.ends for doc in conversations)),
-            frozenset[str]().union(*(doc.inner_controls for doc in conversations)),
-            _joined_weights(parts),
-            self._spelled([doc for doc in good if doc is not None]),
+            tokens=np.concatenate([encoded.tokens[:0], *(doc.tokens for doc in per_document)]),
+            mask=np.concatenate([np.zeros(0, np.bool_), *(doc.mask for doc in per_document)]),
+            lengths=np.array(lengths, np.int64),
+            text_bytes=np.fromiter(map(len, texts), np.int64, len(texts)),
+            problems=tuple(sorted(problems.items())),
+            unrendered=dropped + Counter({PADDING: padding}),
+            ends=frozenset[str]().union(*(doc.ends for doc in conversations)),
+            inner_controls=frozenset[str]().union(*(doc.inner_controls for doc in conversations)),
+            weights=_joined_weights(per_document),
+            spelled=self._spelled([doc for doc in used_documents if doc is not None]),
         )
 
     def _spelled(self, documents: Sequence[Document]) -> Counter[str]:
@@ -201,25 +206,27 @@ class ChatEncoder:
         spelled: Counter[str] = Counter()
         for document in documents:
             if document.control is not None:  # None: all texts of control tokens are control tokens
-                begins = {begin for begin, _ in document.control}
+                controls = {begin for begin, _ in document.control}
                 matches = self.control.find(document.text)
-                spelled.update(match.group() for match in matches if match.start() not in begins)
+                spelled.update(match.group() for match in matches if match.start() not in controls)
         return spelled
 
     def _batch_results(
         self, encoded: Encoded, documents: Sequence[Document | None], texts: Sequence[bytes]
     ) -> list[BatchResult]:
-        """Return tokens, masks and prompts of `documents`, as far as batches determine them."""
+        """Return tokens, mask and prompt of every document; None for a mask, or the tokens of a
+        prompt, that the batch does not determine: they are computed separately, slowly."""
         masks = self._masks(encoded, documents, texts)
-        # Prompts of plain text are encoded separately.
+        # The prompts of plain text are a second batch, without prompts that have control ranges.
         prompts = {
             number: document.prompt.encode()
             for number, document in enumerate(documents)
             if isinstance(document, PlainText) and document.control is None
         }
         encoded_prompts = self.encoder.encode_utf8(list(prompts.values()))
-        parts = np.split(encoded_prompts.tokens, np.cumsum(encoded_prompts.lengths)[:-1])
-        prompt_tokens = {number: parts[index].tolist() for index, number in enumerate(prompts)}
+        prompt_ends = np.cumsum(encoded_prompts.lengths)
+        split_prompts = np.split(encoded_prompts.tokens, prompt_ends[:-1])
+        prompt_tokens = {n: split_prompts[index].tolist() for index, n in enumerate(prompts)}
         token_ends = [0, *np.cumsum(encoded.lengths).tolist()]
         return [
             BatchResult(encoded.tokens[begin:end], masks[number], prompt_tokens.get(number))
@@ -235,52 +242,56 @@ class ChatEncoder:
         if table is None:
             return [None] * len(documents)
 
-        # Bytes of the texts up to the end of every token, and up to the begin of every text.
+        # Number of bytes up to the end of every token, and up to the begin of every text. A text is
+        # undetermined if its tokens have other bytes than the text, or if control tokens or weights
+        # need character ranges.
         tokens, lengths = encoded.tokens, encoded.lengths
         byte_ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(table.sizes[tokens])])
         token_ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        bases = byte_ends[token_ends]
-        is_slow = np.diff(bases) != np.fromiter(map(len, texts), np.int64, len(texts))
-        first_bytes: list[int] = []
-        last_bytes: list[int] = []
+        text_begins = byte_ends[token_ends]
+        is_undetermined = np.diff(text_begins) != np.fromiter(map(len, texts), np.int64, len(texts))
+        span_first_bytes: list[int] = []
+        span_last_bytes: list[int] = []
         for number, document in enumerate(documents):
             if not isinstance(document, RenderedChat):
                 continue
             if document.control is not None or document.weights is not None:
-                is_slow[number] = True
-            if is_slow[number]:
+                is_undetermined[number] = True
+            if is_undetermined[number]:
                 continue
-            content, base = texts[number], int(bases[number])
-            if not table.sums_prove and not (table.keeps_ascii and content.isascii()):
+            content, text_begin = texts[number], int(text_begins[number])
+            sizes_prove = table.sums_prove or (table.keeps_ascii and content.isascii())
+            if not sizes_prove:  # compare the bytes themselves
                 document_tokens = tokens[token_ends[number] : token_ends[number + 1]]
                 if b"".join([table.contents[t] for t in document_tokens.tolist()]) != content:
-                    is_slow[number] = True
+                    is_undetermined[number] = True
                     continue
             is_ascii = len(content) == len(document.text)
             for begin, end in document.spans:
                 if begin >= end:
                     continue
                 last = end - 1
-                if not is_ascii:
+                if not is_ascii:  # spans count characters, tokens bytes
                     begin = len(document.text[:begin].encode("utf-8"))
                     last = len(document.text[:last].encode("utf-8"))
-                first_bytes.append(base + begin)
-                last_bytes.append(base + last)
+                span_first_bytes.append(text_begin + begin)
+                span_last_bytes.append(text_begin + last)
 
-        # The token that contains byte b is the first that ends after it.
-        marks = np.zeros(len(tokens) + 1, np.int64)
-        first_tokens = np.searchsorted(byte_ends[1:], np.array(first_bytes, np.int64), "right")
-        last_tokens = np.searchsorted(byte_ends[1:], np.array(last_bytes, np.int64), "right")
-        np.add.at(marks, first_tokens, 1)
-        np.add.at(marks, last_tokens + 1, -1)
-        mask = np.cumsum(marks[:-1]) > 0
+        # The token that contains a byte is the first that ends after the byte. Changes: +1 at the
+        # first token of a span, -1 after its last token; their running sum is positive in spans.
+        span_changes = np.zeros(len(tokens) + 1, np.int64)
+        first_tokens = np.searchsorted(byte_ends[1:], np.array(span_first_bytes, np.int64), "right")
+        last_tokens = np.searchsorted(byte_ends[1:], np.array(span_last_bytes, np.int64), "right")
+        np.add.at(span_changes, first_tokens, 1)
+        np.add.at(span_changes, last_tokens + 1, -1)
+        mask = np.cumsum(span_changes[:-1]) > 0
         return [
-            None if is_slow[number] else mask[token_ends[number] : token_ends[number + 1]]
+            None if is_undetermined[number] else mask[token_ends[number] : token_ends[number + 1]]
             for number in range(len(documents))
         ]
 
-    def _render(self, tree: dict[str, Any], is_complete: bool) -> Document:
-        """Return a parsed document in its form. Raise ConversationError if it is unusable."""
+    def _document_of(self, tree: dict[str, Any], is_complete: bool) -> Document:
+        """Return a document with the text to encode. Raise ConversationError if it is unusable."""
         if "input_ids" in tree:
             row = TokenRow.of_document(tree)
             row.require_in_vocabulary(self.vocab_size)
@@ -297,18 +308,21 @@ class ChatEncoder:
         return self._conversation(self.template, tree["messages"], tree.get("tools"), is_complete)
 
     def _plain_text(self, prompt: str, completion: str, *, is_open: bool = False) -> PlainText:
+        """Return plain text, of which nothing becomes a control token without trust."""
         assert self.plain_ends is not None
         # Data made for other tools may contain the end as text.
         text = prompt + completion.removesuffix(self.plain_ends.end_text)
-        is_doubtful = self.control.are_normalized or self.control.could_be_from(
+        may_spell_control = self.control.are_normalized or self.control.could_be_from(
             [prompt, completion]
         )
-        control: Spans | None = () if is_doubtful and not self.trusted else None
+        control: Spans | None = () if may_spell_control and not self.trusted else None
         return PlainText(prompt, text, control, self.plain_ends, is_open, self.trusted)
 
     def _conversation(
         self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, is_complete: bool
     ) -> RenderedChat:
+        """Return a conversation as text, with the learned ranges. Raise ConversationError if the
+        template refuses or drops a part, or if the ranges cannot be determined."""
         accepted = render_accepted(template, messages, tools)
         messages, text = accepted.messages, accepted.text
 
@@ -318,15 +332,15 @@ class ChatEncoder:
         if self.rules is not None and not self.rules.allow_unrendered:
             for part in dropped:
                 if not is_counted_only(part.part_kind):
-                    raise refuse(template, part)
-        if is_complete:  # every token is learned, so that no answers are looked for
+                    raise dropped_part_error(template, part)
+        if is_complete:  # every token is learned, so no search for answers
             control = self._written_control(template, text, messages, tools)
             return RenderedChat(text, (), control, dropped)
 
-        # Characters of the answers: inside blocks, or by further renderings.
-        marked = template.marks_assistant(tools)
+        # Characters of the answers: in {% generation %} blocks, or by further renderings.
+        has_blocks = template.marks_assistant(tools)
         rendering = Rendering(messages, tools, text, parts.strings)
-        if marked:
+        if has_blocks:
             answers = learned_blocks(rendering, accepted.blocks)
             dropped += tuple(unmarked_parts(rendering, answers))
         else:
@@ -336,25 +350,22 @@ class ChatEncoder:
             spans = [span for answer in answers for span in answer.spans]
             return RenderedChat(text, spans, control, dropped, _weights(rendering, answers))
 
-        # Every answer must end in a token that ends generation. Of an answer that the template
-        # drops, only its end is in the text: it is not learned.
+        # Every answer must end in a token that ends generation. An answer of which the template
+        # drops the content or the calls, and writes only the end, is not learned.
         dropped_messages = {part.message for part in dropped if part.part_kind in (CONTENT, CALLS)}
         learned = []
         for answer in answers:
-            filled = Answer(
-                answer.number, tuple(span for span in answer.spans if span[0] < span[1])
-            )
-            if not filled.spans:
+            spans = [(begin, end) for begin, end in answer.spans if begin < end]
+            if not spans:
                 continue
             if answer.number in dropped_messages:
-                # Nothing but white space, or one control token.
-                written = "".join(text[begin:end] for begin, end in filled.spans)
-                control_names = [match.group() for match in self.control.find(written)]
-                if written.strip() in ("", *control_names):
+                answer_text = "".join(text[begin:end] for begin, end in spans)
+                control_names = [match.group() for match in self.control.find(answer_text)]
+                if answer_text.strip() in ("", *control_names):  # only the end of the answer
                     continue
-            learned.append(filled)
+            learned.append(Answer(answer.number, tuple(spans)))
         conversation = RenderedChat(text, (), control, dropped, _weights(rendering, learned))
-        return self.answer_ends.finish(conversation, rendering, learned, marked=marked)
+        return self.answer_ends.finish(conversation, rendering, learned, has_blocks=has_blocks)
 
     def _written_control(
         self, template: ChatTemplate, text: str, messages: Any, tools: Any
@@ -365,6 +376,7 @@ class ChatEncoder:
             marked, marked_tools = self.control.marked([messages, tools])
             marked_text, _ = template.render(marked, marked_tools)
             return self.control.written_by_template(text, marked_text)
+        # No string spells a control token, but the normalizer may make one of other text.
         if not self.trusted and self.control.are_normalized:
             return [match.span() for match in self.control.find(text)]
         return None
@@ -377,7 +389,7 @@ class ChatEncoder:
 def _weights(rendering: Rendering, answers: Sequence[Answer]) -> tuple[float, ...] | None:
     """Return the weights of the losses in the ranges of `answers`; None if all are 1."""
     messages = rendering.messages
-    weights = tuple(weight_of(messages[a.number - 1]) for a in answers for _ in a.spans)
+    weights = tuple(weight_of(messages[a.number - 1]) for a in answers for _span in a.spans)
     is_weighted = any(weight != 1 for weight in weights)
     return weights if is_weighted else None
 

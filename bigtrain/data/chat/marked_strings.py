@@ -62,16 +62,19 @@ class Piece:
 
 @dataclass
 class Marking:
-    """Copier of values that marks their strings and lists them as `pieces`. only: number of the
+    """Copier of JSON values that marks every string and lists it as a `Piece`. only: number of the
     piece to mark; None: every piece."""
 
     only: int | None = None
     pieces: list[Piece] = field(default_factory=list)
 
-    def text(self, part: ChatPart, value: str, thinks: bool = False) -> str:
-        """Return `value` with marks around its text, or the parts before and after ``</think>``."""
-        segments = _THINKING.split(value) if thinks and "</think>" in value else [value]
-        last = len(segments) - 1 - segments[::-1].index("</think>") if len(segments) > 1 else 0
+    def text(self, part: ChatPart, value: str, may_think: bool = False) -> str:
+        """Return `value` with marks around its text. may_think: text before ``</think>`` is a
+        separate piece, which is reasoning."""
+        segments, reasoning_end = [value], 0
+        if may_think and "</think>" in value:
+            segments = _THINKING.split(value)  # also returns the tags
+            reasoning_end = len(segments) - 1 - segments[::-1].index("</think>")
         marked = []
         for index, segment in enumerate(segments):
             core = segment.strip()
@@ -79,14 +82,16 @@ class Marking:
                 marked.append(segment)
                 continue
             segment_part = part
-            if index < last:
+            if index < reasoning_end:
                 segment_part = ChatPart(REASONING, part.message, f"the reasoning in {part.name}")
-            begin, end = self._add(Piece(segment_part, core))
+            begin_mark, end_mark = self._add(Piece(segment_part, core))
             num_leading = len(segment) - len(segment.lstrip())
-            marked += [segment[:num_leading], begin, core, end, segment[num_leading + len(core) :]]
+            marked += [segment[:num_leading], begin_mark, core, end_mark]
+            marked.append(segment[num_leading + len(core) :])
         return "".join(marked)
 
     def key(self, part: ChatPart, value: str) -> str:
+        """Return the key `value` of an object with a mark at its end."""
         return value + self._add(Piece(part, value, is_key=True))[1]
 
     def plain(self, part: ChatPart, value: object) -> None:
@@ -102,12 +107,12 @@ class Marking:
         if isinstance(value, list):
             return [self.tree(part, item, keys) for item in value]
         if isinstance(value, dict):
-            return {
-                self.key(part, key) if keys else key: item
-                if not keys and key == "type"
-                else self.tree(part, item, keys)
-                for key, item in value.items()
-            }
+            marked: dict[str, Any] = {}
+            for key, item in value.items():
+                marked_key = self.key(part, key) if keys else key
+                is_type = not keys and key == "type"  # a template compares it, and has its values
+                marked[marked_key] = item if is_type else self.tree(part, item, keys)
+            return marked
         if isinstance(value, int | float) and not isinstance(value, bool):
             self.plain(part, value)
         return value
@@ -126,7 +131,7 @@ class Marking:
                 marked[key] = {names[name]: self.schema(part, item) for name, item in value.items()}
             elif key in _WORDS:
                 marked[key] = self.tree(part, value, keys=False)
-            elif isinstance(value, dict | list) and key != "required":
+            elif isinstance(value, dict | list) and key != "required":  # a schema below
                 marked[key] = self.schema(part, value)
             else:
                 if isinstance(value, str) and key != "type":
@@ -138,6 +143,7 @@ class Marking:
         return marked
 
     def _add(self, piece: Piece) -> tuple[str, str]:
+        """List `piece`; return the marks before and after it, empty if it is not marked."""
         number = len(self.pieces)
         self.pieces.append(piece)
         if not piece.is_marked or number >= MAX_MARKED or self.only not in (None, number):
@@ -197,7 +203,7 @@ def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> d
     content = message.get("content")
     part = part_of_content(number)
     if isinstance(content, str):
-        marked["content"] = marking.text(part, content, thinks=message["role"] == "assistant")
+        marked["content"] = marking.text(part, content, may_think=message["role"] == "assistant")
     elif content is not None:
         marked["content"] = marking.tree(part, content, keys=False)
     for key, value in message.items():
@@ -210,6 +216,8 @@ def _marked_message(marking: Marking, number: int, message: dict[str, Any]) -> d
 
 
 def _marked_call(marking: Marking, number: int, index: int, call: dict[str, Any]) -> dict[str, Any]:
+    """Return tool call `index` of message `number` with marks around its strings."""
+    # The function may be the call itself.
     function = call["function"] if isinstance(call.get("function"), dict) else call
     part = ChatPart(
         CALLS, number, f"the tool call {function.get('name')!s} of message {number}", index

@@ -37,6 +37,7 @@ def find_chat_template(name_or_file: str | Path) -> Path:
     path = Path(name_or_file)
     if str(name_or_file) in CONTROL_TOKENS and not path.is_file():
         return Path(__file__).with_name(f"{name_or_file}.jinja")
+    # Any other word, without a suffix and a folder, is taken for a name.
     if path.suffix or path.name != str(name_or_file) or path.is_file():
         return path
     names = ", ".join(CONTROL_TOKENS)

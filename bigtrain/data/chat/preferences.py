@@ -34,7 +34,7 @@ SAME = "chosen and rejected become the same tokens"
 class EncodedRows:
     """Rows as documents. `chats`: documents of the rows; bad rows have a problem and lengths of 0.
     `labels`: uint8 [rows], 1 for a desirable answer, or numbers of classes; None without labels.
-    `dropped`: rows without documents that are not bad."""
+    `dropped`: numbers of the rows that a limit drops, which have lengths of 0 and no problem."""
 
     chats: EncodedChats
     labels: npt.NDArray[np.uint8] | None = None
@@ -78,19 +78,19 @@ def encode_labeled(
 def encode_classified(
     chat: ChatEncoder, rows: Documents, checks: Checks | None, names: Sequence[str]
 ) -> EncodedRows:
-    """Encode samples, with the numbers of their classes; a sample of an unknown class is bad."""
+    """Encode samples, with class numbers; a sample of an unknown class is bad."""
     samples = [dumps(row["sample"]) for row in rows]
     encoded = chat.encode(samples, checks, is_complete=True)
     problems = dict(encoded.problems)
-    numbers = np.zeros(len(rows), np.uint8)
+    class_numbers = np.zeros(len(rows), np.uint8)
     for number, row in enumerate(rows):
         try:
-            numbers[number] = _class_number(row["label"], names)
+            class_numbers[number] = _class_number(row["label"], names)
         except ConversationError as error:
             problems.setdefault(number, str(error))
     is_usable = np.ones(len(rows), np.bool_)
     is_usable[list(problems)] = False
-    return EncodedRows(_with_documents(encoded, is_usable, problems), numbers)
+    return EncodedRows(_with_documents(encoded, is_usable, problems), class_numbers)
 
 
 def _class_number(label: int | str, names: Sequence[str]) -> int:
@@ -100,14 +100,15 @@ def _class_number(label: int | str, names: Sequence[str]) -> int:
     if isinstance(label, str) and label in names:
         return names.index(label)
     is_number = isinstance(label, int) or (label.isascii() and label.isdecimal())
-    are_numbers = any(map(_is_number, names)) and list(names) != [*map(str, range(len(names)))]
-    if is_number and are_numbers:
+    positions = [str(position) for position in range(len(names))]
+    names_are_other_numbers = any(map(_is_number, names)) and list(names) != positions
+    if is_number and names_are_other_numbers:
         raise ConversationError(
             f"its label is {label!r}, a name or a position of --labels {' '.join(names)}? -> text "
             "that is a name, or --labels that are not numbers, in the order of the labels 0 to "
             f"{len(names) - 1}"
         )
-    if is_number and str(int(label)) == str(label) and 0 <= int(label) < len(names):
+    if is_number and str(label) in positions:
         return int(label)
     choices = f"0 to {len(names) - 1} or one of {', '.join(names)}"
     raise ConversationError(f"its label is {label!r}, which is not {choices}")
@@ -121,21 +122,21 @@ def _is_number(name: str) -> bool:
 
 
 def without_long_prompts(
-    read: EncodedRows, documents_per_row: int, max_prompt_tokens: int
+    encoded: EncodedRows, documents_per_row: int, max_prompt_tokens: int
 ) -> EncodedRows:
-    """Return `read` without rows with a document that has more than `max_prompt_tokens` tokens
+    """Return `encoded` without rows with a document that has more than `max_prompt_tokens` tokens
     before the first target."""
-    lengths = read.chats.lengths
+    lengths = encoded.chats.lengths
     begins = np.cumsum(lengths) - lengths
-    targets = np.append(np.flatnonzero(read.chats.mask), len(read.chats.mask))
-    firsts = targets[np.searchsorted(targets, begins)]
-    is_long = (np.minimum(firsts - begins, lengths) > max_prompt_tokens).reshape(
-        -1, documents_per_row
-    )
-    rows = np.flatnonzero(is_long.any(1))
-    is_short = ~np.repeat(is_long.any(1), documents_per_row)
-    chats = _with_documents(read.chats, is_short, dict(read.chats.problems))
-    return replace(read, chats=chats, dropped=tuple(rows.tolist()))
+    target_positions = np.append(np.flatnonzero(encoded.chats.mask), len(encoded.chats.mask))
+    first_targets = target_positions[np.searchsorted(target_positions, begins)]
+    # The first target after the begin of a document without targets is in a later document.
+    prompt_lengths = np.minimum(first_targets - begins, lengths)
+    has_long_prompt = (prompt_lengths > max_prompt_tokens).reshape(-1, documents_per_row).any(1)
+    rows = np.flatnonzero(has_long_prompt)
+    is_short = ~np.repeat(has_long_prompt, documents_per_row)
+    chats = _with_documents(encoded.chats, is_short, dict(encoded.chats.problems))
+    return replace(encoded, chats=chats, dropped=tuple(rows.tolist()))
 
 
 def _with_documents(
@@ -144,8 +145,8 @@ def _with_documents(
     problems: Mapping[int, str],
     mask: Mask | None = None,
 ) -> EncodedChats:
-    """Return `encoded` without the documents for which `keep_document` is false, and with the
-    `problems` of rows."""
+    """Return `encoded` without the documents for which `keep_document` is false, with `problems` of
+    rows, and with `mask` (of all documents) instead of its mask."""
     keep_token = np.repeat(keep_document, encoded.lengths)
     return replace(
         encoded,
@@ -164,9 +165,10 @@ def _complete_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedC
     this position is learned in the rejected half, too."""
     problems: dict[int, str] = {}
     for number, reason in encoded.problems:
-        # A fault of the template is recognized by the start of the text.
-        text = reason if reason.startswith(TEMPLATE_FAULT) else f"{SIDES[number % 2]}: {reason}"
-        problems.setdefault(number // 2, text)
+        # The start of the text identifies a fault of the template, so no side is written before it.
+        if not reason.startswith(TEMPLATE_FAULT):
+            reason = f"{SIDES[number % 2]}: {reason}"
+        problems.setdefault(number // 2, reason)
 
     # Equal halves are a problem; halves of plain text are learned from a common position.
     ends = np.cumsum(encoded.lengths)
@@ -180,9 +182,9 @@ def _complete_pairs(encoded: EncodedChats, are_text: Sequence[bool]) -> EncodedC
         if np.array_equal(chosen_tokens, rejected_tokens):
             problems[row] = SAME
         elif is_text:
-            first = min(int(mask[half].argmax()) for half in halves)
+            first_learned = min(int(mask[half].argmax()) for half in halves)
             for half in halves:
-                mask[half][first:] = True
+                mask[half][first_learned:] = True
     keep_document = np.ones(len(encoded.lengths), np.bool_)
     for row in problems:
         keep_document[2 * row : 2 * row + 2] = False

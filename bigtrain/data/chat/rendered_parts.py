@@ -42,13 +42,16 @@ from bigtrain.data.documents.conversations import RESULTS
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationError, Messages, Tools
 
 MAX_SINGLE_RENDERINGS = 64
-_ESCAPED = re.compile(r"\\+udb[c-f][0-9a-f]\\+ud[c-f][0-9a-f]{2}|\\+U0010[0-9a-f]{4}")
+"""Maximum renderings of a conversation with marks around one string only."""
+# Escapes of a mark: in JSON two surrogates, in Python one code point; of any character.
+_ESCAPED_MARK = re.compile(r"\\+udb[c-f][0-9a-f]\\+ud[c-f][0-9a-f]{2}|\\+U0010[0-9a-f]{4}")
 _ESCAPE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}"
     r"|\\U00[01][0-9a-fA-F]{5}|\\[nrtbf\"'/\\]"
 )
 _SHORT_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 _NESTED_ESCAPES = 3
+"""Levels of escapes that are tried: a template may write JSON text inside of JSON text."""
 _MARKS = re.compile("[\U00100000-\U0010ffef]")
 USUAL_ROLES = ("system", "user", "assistant", "tool")
 
@@ -83,36 +86,41 @@ def find_parts(
     marking = Marking()
     marked = _rendered(template, *marked_conversation(marking, messages, tools))
     pieces = marking.pieces
-    # The characters of every piece; no range if the template drops it.
+    # The character ranges in `text` of every piece; none if the template drops it. Marks determine
+    # them if the rendering without its marks is `text`.
     if marked is not None and not _MARKS.search(text) and _MARKS.sub("", marked) == text:
         positions = _mark_positions(marked)
         ranges_of_pieces = [_ranges(n, piece, positions, text) for n, piece in enumerate(pieces)]
     else:
-        # Each piece is marked in a separate rendering.
+        # Each piece is marked in a separate rendering, or else searched as text.
         ranges_of_pieces = []
         for number, piece in enumerate(pieces):
             marked = None
             if piece.is_marked and number < MAX_SINGLE_RENDERINGS and not _MARKS.search(text):
-                marked = _rendered(template, *marked_conversation(Marking(number), messages, tools))
+                marked = _rendered(
+                    template, *marked_conversation(Marking(only=number), messages, tools)
+                )
             if marked is not None and _MARKS.sub("", marked) == text:
                 ranges_of_pieces.append(_ranges(number, piece, _mark_positions(marked), text))
             else:
                 ranges_of_pieces.append(_ranges_of_text(piece, text))
-    located = list(zip(pieces, ranges_of_pieces, strict=True))
+    ranges_by_piece = list(zip(pieces, ranges_of_pieces, strict=True))
 
-    # Parts without characters are dropped. A role that the template does not know explains it.
-    dropped = list(dict.fromkeys(piece.part for piece, ranges in located if not ranges))
+    # Parts with a piece without characters are dropped, and parts that do not change the rendering.
+    dropped = list(dict.fromkeys(piece.part for piece, ranges in ranges_by_piece if not ranges))
     dropped = [part for part in dropped if not _is_written_otherwise(part, messages, dropped)]
     dropped += _unread_parts(template, messages, tools, text)
-    lost_contents = _unwritten_contents(template, messages, tools, text)
-    dropped += [part for part in lost_contents if part not in dropped]
+    unwritten_contents = _unwritten_contents(template, messages, tools, text)
+    dropped += [part for part in unwritten_contents if part not in dropped]
+    # A dropped message has most likely a role that the template does not know.
     for part in dropped:
         if part.part_kind == CONTENT and part.message is not None:
             message = messages[part.message - 1]
             role = message["role"]
             if role not in USUAL_ROLES and isinstance(message.get("content"), str):
                 usual_role = "tool" if role in RESULTS else "user"
-                usual_role = "system" if role == "developer" else usual_role
+                if role == "developer":
+                    usual_role = "system"
                 raise ConversationError(
                     f"the chat template ignores message {part.message} (role {role!r}) -> map the "
                     f"role: --role {role}={usual_role}"
@@ -121,13 +129,13 @@ def find_parts(
     # The strings whose characters are known.
     strings = [
         RenderedString(number, piece.part.message, piece.part.part_kind, begin, end)
-        for number, (piece, ranges) in enumerate(located)
+        for number, (piece, ranges) in enumerate(ranges_by_piece)
         if piece.is_marked and piece.part.message is not None and piece.part.part_kind in WRITTEN
         for begin, end in ranges
         if (begin, end) != ANYWHERE
     ]
     return RenderedParts(
-        tuple(_by_design(template, messages, tools, part) for part in dropped),
+        tuple(_with_stripped_kind(template, messages, tools, part) for part in dropped),
         tuple(sorted(strings, key=lambda string: string.begin)),
     )
 
@@ -136,24 +144,25 @@ def _unread_parts(
     template: ChatTemplate, messages: Messages, tools: Tools, text: str
 ) -> list[ChatPart]:
     """Return the parts of messages that are no text and without which the rendering is `text`."""
-    listed = parts_that_are_no_text(messages)
+    keyed_parts = parts_that_are_no_text(messages)
 
     def are_unread(keys: Collection[str]) -> bool:
-        fewer = [{k: v for k, v in message.items() if k not in keys} for message in messages]
-        return _rendered(template, fewer, tools) == text
+        reduced = [{k: v for k, v in message.items() if k not in keys} for message in messages]
+        return _rendered(template, reduced, tools) == text
 
-    keys = dict.fromkeys(key for key, _ in listed)
-    unread: Collection[str] = keys
+    # One rendering without all keys suffices for most templates; else each key is tested.
+    keys = dict.fromkeys(key for key, _ in keyed_parts)
+    unread_keys: Collection[str] = keys
     if keys and not are_unread(keys):
-        unread = [key for key in keys if are_unread([key])]
-    return [part for key, part in listed if key in unread]
+        unread_keys = [key for key in keys if are_unread([key])]
+    return [part for key, part in keyed_parts if key in unread_keys]
 
 
 def _unwritten_contents(
     template: ChatTemplate, messages: Messages, tools: Tools, text: str
 ) -> list[ChatPart]:
-    """Return the contents that are no text, such as the object that a tool returns, and in whose
-    place another content gives the same rendering `text`."""
+    """Return the contents that are no text, such as the object that a tool returns, and that may be
+    replaced by a different content without a change of the rendering `text`."""
     unwritten = []
     for number, message in enumerate(messages, 1):
         content = message.get("content")
@@ -181,15 +190,16 @@ def _rendered(template: ChatTemplate, messages: Any, tools: Any) -> str | None:
         text, _ = template.render(messages, tools)
     except ConversationError:
         return None
-    return _ESCAPED.sub(_unescaped, text) if "\\" in text else text
+    return _ESCAPED_MARK.sub(_unescaped, text) if "\\" in text else text
 
 
 def _unescaped(match: re.Match[str]) -> str:
+    """Return the character of an escape: a code point, or the two halves of a surrogate pair."""
     digits = re.findall(r"[uU]([0-9a-fA-F]{8}|[0-9a-fA-F]{4})", match.group())
-    numbers = [int(code, 16) for code in digits]
-    if len(numbers) == 1:
-        return chr(numbers[0])
-    return chr(0x10000 + ((numbers[0] - 0xD800) << 10) + (numbers[1] - 0xDC00))
+    codes = [int(code, 16) for code in digits]
+    if len(codes) == 1:
+        return chr(codes[0])
+    return chr(0x10000 + ((codes[0] - 0xD800) << 10) + (codes[1] - 0xDC00))
 
 
 def _mark_positions(marked: str) -> dict[str, list[int]]:
@@ -207,19 +217,20 @@ def _ranges(
     marks; none if the template drops it."""
     if not piece.is_marked or number >= MAX_MARKED:
         return _ranges_of_text(piece, text)
-    first, last = marks_of(number)
-    ends = positions.get(last, ())
+    begin_mark, end_mark = marks_of(number)
+    ends = positions.get(end_mark, ())
     if piece.is_key:
+        # A key has a mark only at its end: its text is the longest form that ends there.
         forms = sorted(_forms(piece.text), key=len, reverse=True)
-        named = [(end, next((f for f in forms if text.endswith(f, 0, end)), None)) for end in ends]
-        return [(end - len(form), end) for end, form in named if form is not None]
+        matches = [[form for form in forms if text.endswith(form, 0, end)] for end in ends]
+        return [(end - len(m[0]), end) for end, m in zip(ends, matches, strict=True) if m]
     # A template may write a part of the string as well: an end belongs to the last begin before it.
-    begins = positions.get(first, ())
+    begins = positions.get(begin_mark, ())
     ranges = []
     for end in ends:
-        before = [begin for begin in begins if begin <= end]
-        if before and _is_written(piece.text, text[before[-1] : end]):
-            ranges.append((before[-1], end))
+        begins_before = [begin for begin in begins if begin <= end]
+        if begins_before and _is_written(piece.text, text[begins_before[-1] : end]):
+            ranges.append((begins_before[-1], end))
     return ranges
 
 
@@ -248,6 +259,7 @@ def _is_written(text: str, written: str) -> bool:
 
 
 def _unescaped_one(match: re.Match[str]) -> str:
+    """Return the character of an escape of `_ESCAPE`."""
     escape = match.group()
     if escape[1] in "uU":
         return _unescaped(match)
@@ -267,37 +279,38 @@ def _is_written_otherwise(
     if part.part_kind != REASONING or part.message is None:
         return False
     message = messages[part.message - 1]
-    names = {key: f"the {key} of message {part.message}" for key in REASONING_KEYS}
+    names_by_key = {key: f"the {key} of message {part.message}" for key in REASONING_KEYS}
     dropped_names = {dropped_part.name for dropped_part in dropped}
-    dropped_keys = [key for key in REASONING_KEYS if names[key] == part.name]
+    dropped_keys = [key for key in REASONING_KEYS if names_by_key[key] == part.name]
     return bool(dropped_keys) and any(
-        message.get(key) == message[dropped_keys[0]] and names[key] not in dropped_names
+        message.get(key) == message[dropped_keys[0]] and names_by_key[key] not in dropped_names
         for key in REASONING_KEYS
     )
 
 
-def _by_design(
+def _with_stripped_kind(
     template: ChatTemplate, messages: Messages, tools: Tools, part: ChatPart
 ) -> ChatPart:
-    """Return `part`, as `STRIPPED` if a conversation that ends with its message would keep it."""
+    """Return `part`; reasoning becomes `STRIPPED` if the template writes it in a conversation that
+    ends with its message."""
     if part.part_kind != REASONING or part.message is None or part.message == len(messages):
         return part
-    shorter = messages[: part.message]
+    messages_to_part = messages[: part.message]
     try:
-        text, _ = template.render(shorter, tools)
-        still = find_parts(template, shorter, tools, text).dropped
+        text, _ = template.render(messages_to_part, tools)
+        still_dropped = find_parts(template, messages_to_part, tools, text).dropped
     except ConversationError:
         return part
-    return part if part in still else ChatPart(STRIPPED, part.message, part.name)
+    return part if part in still_dropped else ChatPart(STRIPPED, part.message, part.name)
 
 
-def refuse(template: ChatTemplate, part: ChatPart) -> ConversationError:
+def dropped_part_error(template: ChatTemplate, part: ChatPart) -> ConversationError:
     """Return the error for a part that the template drops."""
     sources = template.source + template.source_with_tools
-    read = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]
+    read_keys = [key for key in REASONING_KEYS if re.search(rf"\b{key}\b", sources)]
     hint = ""
-    if part.part_kind == REASONING and read:
-        hint = f" (the template reads the key {' or '.join(read)})"
+    if part.part_kind == REASONING and read_keys:
+        hint = f" (the template reads the key {' or '.join(read_keys)})"
     elif part.part_kind == TOOLS and part.message is not None:
         hint = " (tools are a key of the row, next to its messages)"
     return ConversationError(

@@ -25,6 +25,7 @@ from bigtrain.data.tokenizers.chat_template import (
 
 OTHER_TEMPLATE = "use a template for such messages: --chat-template FILE"
 MAX_CHANGES = 3
+"""Maximum changes of a conversation that are tested together."""
 SHOWN_ROLES = 8
 
 
@@ -49,10 +50,11 @@ def render_accepted(
             openai_messages = [_in_openai_format(message) for message in messages]
             with suppress(TemplateRefusal):
                 return AcceptedRendering(openai_messages, *template.render(openai_messages, tools))
-        raise explained(template, messages, tools, refusal) from refusal
+        raise explained_error(template, messages, tools, refusal) from refusal
 
 
 def _in_openai_format(message: dict[str, Any]) -> dict[str, Any]:
+    """Return `message` with arguments of tool calls as JSON text, and null for empty content."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -65,7 +67,7 @@ def _in_openai_format(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": message.get("content") or None, "tool_calls": calls}
 
 
-def explained(
+def explained_error(
     template: ChatTemplate, messages: Messages, tools: Tools, refusal: TemplateRefusal
 ) -> ConversationError:
     """Return the error for a conversation that the template refuses: the exception, the changes
@@ -121,7 +123,8 @@ class _Changed:
 
 
 def _changed(messages: Messages, tools: Tools) -> Iterator[_Changed]:
-    """Yield changed conversations, by the number of changes."""
+    """Yield the conversations after one change of `CHANGES`, then after each combination of more.
+    A change that does not apply returns None."""
     conversation = _Changed([_Numbered(n, message) for n, message in enumerate(messages, 1)], tools)
     for size in range(1, MAX_CHANGES + 1):
         for changes in combinations(CHANGES, size):
@@ -133,53 +136,55 @@ def _changed(messages: Messages, tools: Tools) -> Iterator[_Changed]:
 
 
 def _begin_with_user(conversation: _Changed) -> _Changed | None:
-    first = next((n for n, m in enumerate(conversation.messages) if not _is_system(m)), None)
-    if first is None or conversation.messages[first].role == "user":
+    messages = conversation.messages
+    first_other = next((n for n, m in enumerate(messages) if not _is_system(m)), len(messages))
+    if first_other == len(messages) or messages[first_other].role == "user":
         return None
-    answer = conversation.messages[first]
     added = _Numbered(0, {"role": "user", "content": "a"})
     return conversation.by(
         "after a message of the user",
-        f"put a message of the user before {answer.name}",
-        [*conversation.messages[:first], added, *conversation.messages[first:]],
+        f"put a message of the user before {messages[first_other].name}",
+        [*messages[:first_other], added, *messages[first_other:]],
     )
 
 
 def _begin_with_system(conversation: _Changed) -> _Changed | None:
-    system = [message for message in conversation.messages if _is_system(message)]
-    spoken = [message for message in conversation.messages if not _is_system(message)]
-    if [*system, *spoken] == [*conversation.messages]:
+    system_messages = [message for message in conversation.messages if _is_system(message)]
+    other_messages = [message for message in conversation.messages if not _is_system(message)]
+    reordered = [*system_messages, *other_messages]
+    if reordered == [*conversation.messages]:
         return None
-    late = next(m for a, m in zip([*system, *spoken], conversation.messages, strict=True) if a != m)
-    late = next(
-        m for m in conversation.messages[conversation.messages.index(late) :] if _is_system(m)
-    )
+    # The first system message that is not at its place: the first one after another message.
+    first_other = next(n for n, m in enumerate(conversation.messages) if not _is_system(m))
+    late = next(m for m in conversation.messages[first_other:] if _is_system(m))
     return conversation.by(
-        "with the system message first", f"move {late.name} to the start", [*system, *spoken]
+        "with the system message first", f"move {late.name} to the start", reordered
     )
 
 
 def _omit_system(conversation: _Changed) -> _Changed | None:
-    system = [message for message in conversation.messages if _is_system(message)]
+    system_messages = [message for message in conversation.messages if _is_system(message)]
+    if not system_messages:
+        return None
     return conversation.by(
         "without a system message",
-        f"put the text of {system[0].name} into a message of the user",
+        f"put the text of {system_messages[0].name} into a message of the user",
         [message for message in conversation.messages if not _is_system(message)],
-    ) if system else None  # fmt: skip
+    )
 
 
 def _join_neighbours(conversation: _Changed) -> _Changed | None:
     joined: list[_Numbered] = []
-    pairs: list[tuple[_Numbered, _Numbered]] = []
+    neighbours: list[tuple[_Numbered, _Numbered]] = []
     for message in conversation.messages:
-        plain = message.role not in RESULTS and not message.content.get("tool_calls")
-        if joined and plain and joined[-1].role == message.role:
-            pairs.append((joined[-1], message))
+        is_plain = message.role not in RESULTS and not message.content.get("tool_calls")
+        if joined and is_plain and joined[-1].role == message.role:
+            neighbours.append((joined[-1], message))
         else:
             joined.append(message)
-    if not pairs:
+    if not neighbours:
         return None
-    first, second = pairs[0]
+    first, second = neighbours[0]
     return conversation.by(
         "with alternating roles",
         f"join messages {first.number} and {second.number}, both of role {first.role}",
@@ -188,15 +193,16 @@ def _join_neighbours(conversation: _Changed) -> _Changed | None:
 
 
 def _omit_tools(conversation: _Changed) -> _Changed | None:
-    calls = any(message.content.get("tool_calls") for message in conversation.messages)
-    if not calls and not conversation.tools:
+    has_calls = any(message.content.get("tool_calls") for message in conversation.messages)
+    if not has_calls and not conversation.tools:
         return None
-    plain = [
+    # A message of calls may have no content, which a template could refuse.
+    remaining = [
         replace(message, content={"content": "a", **message.content, "tool_calls": None})
         for message in conversation.messages
         if message.role not in RESULTS
     ]
-    without_calls = conversation.by("without tools and calls", "remove tools and calls", plain)
+    without_calls = conversation.by("without tools and calls", "remove tools and calls", remaining)
     return replace(without_calls, tools=None)
 
 

@@ -25,8 +25,8 @@ class TokenBytes:
 def token_bytes(tree: dict[str, Any]) -> TokenBytes | None:
     """Return the bytes of the vocabulary of a ``tokenizer.json``; None if tokens are not bytes of
     the text (``ByteLevel``)."""
-    parts = {part["type"]: part for part in _steps(tree.get("pre_tokenizer"), "pretokenizers")}
-    if "ByteLevel" not in parts or tree["model"]["type"] != "BPE":
+    steps = {step["type"]: step for step in _steps(tree.get("pre_tokenizer"), "pretokenizers")}
+    if "ByteLevel" not in steps or tree["model"]["type"] != "BPE":
         return None
 
     # The characters that represent bytes in byte-level tokens (OpenAI's GPT-2).
@@ -36,18 +36,18 @@ def token_bytes(tree: dict[str, Any]) -> TokenBytes | None:
     alphabet |= {chr(256 + number): byte for number, byte in enumerate(unprintable)}
 
     vocabulary: dict[str, int] = tree["model"]["vocab"]
-    added = tree.get("added_tokens") or []
-    contents = [b""] * (max([*vocabulary.values(), *(token["id"] for token in added)]) + 1)
-    for token, number in vocabulary.items():
-        contents[number] = bytes(alphabet[c] for c in token if c in alphabet)
-    for token in added:
+    added_tokens = tree.get("added_tokens") or []
+    contents = [b""] * (max([*vocabulary.values(), *(token["id"] for token in added_tokens)]) + 1)
+    for token, token_id in vocabulary.items():
+        contents[token_id] = bytes(alphabet[char] for char in token if char in alphabet)
+    for token in added_tokens:
         contents[token["id"]] = token["content"].encode("utf-8")
 
     # A tokenizer that adds, strips or normalizes characters changes the bytes of a text.
-    is_plain = not parts["ByteLevel"].get("add_prefix_space") and not any(
-        token["lstrip"] or token["rstrip"] for token in added
+    is_plain = not steps["ByteLevel"].get("add_prefix_space") and not any(
+        token["lstrip"] or token["rstrip"] for token in added_tokens
     )
-    normalizers = {part["type"] for part in _steps(tree.get("normalizer"), "normalizers")}
+    normalizers = {step["type"] for step in _steps(tree.get("normalizer"), "normalizers")}
     return TokenBytes(
         contents,
         np.fromiter(map(len, contents), np.int64, len(contents)),
@@ -57,6 +57,7 @@ def token_bytes(tree: dict[str, Any]) -> TokenBytes | None:
 
 
 def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer; a sequence has them under `key`."""
     if part is None:
         return []
     return list(part[key]) if part["type"] == "Sequence" else [part]

@@ -25,9 +25,9 @@ _WITHOUT_INPUT = (
 
 @dataclass(frozen=True)
 class AlpacaPrompt:
-    """Prompt of an instruction. with_input, without_input: its text, with places for `instruction`
-    and `input`. keys: of a row, for instruction, input, output and, if the row has a system prompt,
-    that one. system: text before the prompt of a row with a system prompt."""
+    """Prompt of an instruction. with_input, without_input: format string of `instruction` and
+    `input`. keys: of a row, for instruction, input, output and, if a row may have it, the system
+    prompt. system: format string of `system`, before the prompt of a row with a system prompt."""
 
     with_input: str
     without_input: str
@@ -44,8 +44,8 @@ class AlpacaPrompt:
         instruction, input_text, output, *system = texts
         if not output:
             raise ConversationError(f"its {self.keys[2]} is empty")
-        form = self.with_input if input_text else self.without_input
-        prompt = form.format(instruction=instruction, input=input_text)
+        prompt_form = self.with_input if input_text else self.without_input
+        prompt = prompt_form.format(instruction=instruction, input=input_text)
         if system and system[0]:
             prompt = self.system.format(system=system[0]) + prompt
         return Completion(prompt, output)
@@ -64,7 +64,7 @@ _CHATML = AlpacaPrompt(
     f"<|im_start|>user\n{{instruction}}\n{{input}}{_CHATML_ANSWER}",
     f"<|im_start|>user\n{{instruction}}{_CHATML_ANSWER}",
 )
-# No line breaks around an input, as there.
+# No line breaks around an input, as in Axolotl.
 _PHI = AlpacaPrompt(
     "<|user|>\n{instruction}<|end|>{input}<|assistant|>",
     "<|user|>\n{instruction}<|end|>\n<|assistant|>\n",

@@ -45,22 +45,28 @@ TOOLS_KEY = "tools"
 """Key of a conversation's tools, next to its messages."""
 
 
+# Conversions of the formats: `values` are of `ChatFormat.keys`, then of `extra_keys`, in `FORMATS`.
+
+
 def _messages(values: Values, roles: Roles) -> Chat:
+    """Return a conversation of messages in OpenAI's format."""
     row_messages, tools, system, functions = values
     messages = with_roles(row_messages, roles, may_be_turns=False)
-    listed, listed_tools = from_text(functions), from_text(tools)
-    if listed and listed_tools:
+    function_list, tool_list = from_text(functions), from_text(tools)
+    if function_list and tool_list:
         raise ConversationError("it has tools and functions -> one of both: --ignore-key functions")
-    if listed:  # OpenAI's former tools
-        if not isinstance(listed, list):
-            raise ConversationError(f"its functions are not a list but {type(listed).__name__}")
-        tools = [{"type": "function", "function": function} for function in listed]
+    if function_list:  # OpenAI's former tools
+        if not isinstance(function_list, list):
+            raise ConversationError(
+                f"its functions are not a list but {type(function_list).__name__}"
+            )
+        tools = [{"type": "function", "function": function} for function in function_list]
     return Chat(_with_system(messages, system), tools)
 
 
 def _with_system(messages: object, system: object) -> object:
     """Return `messages` with the system prompt of the row. Raise ConversationError for two."""
-    if not _text(system, "system") or not isinstance(messages, list):
+    if not _has_text(system, "system") or not isinstance(messages, list):
         return messages
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role") != "system":
@@ -71,6 +77,7 @@ def _with_system(messages: object, system: object) -> object:
 
 
 def _sharegpt(values: Values, roles: Roles) -> Chat:
+    """Return a conversation of turns with a speaker and a text."""
     turns, system, tools = values
     turns = from_text(turns)
     if not isinstance(turns, list):
@@ -90,43 +97,48 @@ def _sharegpt(values: Values, roles: Roles) -> Chat:
 
 
 def _alpaca(values: Values, roles: Roles) -> Chat:
+    """Return a conversation of an instruction, its output, and earlier pairs of both."""
     instruction, input_text, output, system, history = values
     history = from_text(history)
     messages: Messages = []
-    if _text(system, "system"):
+    if _has_text(system, "system"):
         messages.append({"role": "system", "content": system})
-    pairs = history or ()
-    if not isinstance(pairs, (list, tuple)):
+    earlier_pairs = history or ()
+    if not isinstance(earlier_pairs, (list, tuple)):
         raise ConversationError(f"its history is not a list but {type(history).__name__}")
-    for number, turn in enumerate(pairs, 1):
-        is_pair = isinstance(turn, (list, tuple)) and len(turn) == 2
-        if not is_pair or not all(isinstance(text, str) for text in turn):
+    for number, pair in enumerate(earlier_pairs, 1):
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise ConversationError(f"history {number} is not a pair of instruction and output")
         messages += [
-            {"role": "user", "content": turn[0]},
-            {"role": "assistant", "content": turn[1]},
+            {"role": "user", "content": pair[0]},
+            {"role": "assistant", "content": pair[1]},
         ]
     for key, value in (("instruction", instruction), ("output", output)):
         if not isinstance(value, str):
             raise ConversationError(f"its {key} is not text")
     # Joined as in LLaMA-Factory and Alpaca.
-    question = f"{instruction}\n{input_text}" if _text(input_text, "input") else instruction
-    answered = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-    return Chat([*messages, *answered])
+    question = f"{instruction}\n{input_text}" if _has_text(input_text, "input") else instruction
+    last_pair = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+    return Chat([*messages, *last_pair])
 
 
 def _prompt_completion(values: Values, roles: Roles) -> Chat | Completion:
-    prompt, completion, tools = *map(messages_in, values[:2]), values[2]
+    """Return prompt and completion, both text or both messages."""
+    row_prompt, row_completion, tools = values
+    prompt, completion = messages_in(row_prompt), messages_in(row_completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, after = (with_roles(part, roles) for part in (prompt, completion))
-        assert isinstance(before, list)
-        assert isinstance(after, list)
+        prompt_messages, answer_messages = (
+            with_roles(part, roles) for part in (prompt, completion)
+        )
+        assert isinstance(prompt_messages, list)
+        assert isinstance(answer_messages, list)
         # The prompt has no loss, as in TRL.
-        before = [
+        prompt_messages = [
             {**m, "train": False} if isinstance(m, dict) and m.get("role") == "assistant" else m
-            for m in before
+            for m in prompt_messages
         ]
-        return Chat([*before, *after], tools)
+        return Chat([*prompt_messages, *answer_messages], tools)
     if not isinstance(prompt, str) or not isinstance(completion, str):
         type_names = f"{type(prompt).__name__} and {type(completion).__name__}"
         raise ConversationError(
@@ -141,7 +153,7 @@ def _tokens(values: Values, roles: Roles) -> RowDocument:
     return token_row(values)
 
 
-def _text(value: object, name: str) -> bool:
+def _has_text(value: object, name: str) -> bool:
     """Return whether `value` is a non-empty text. Raise ConversationError unless text or None."""
     if value is not None and not isinstance(value, str):
         raise ConversationError(f"its {name} is not text but {type(value).__name__}")
@@ -164,7 +176,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             ("conversations", "system", TOOLS_KEY),
             frozenset({"conversations"}),
             _sharegpt,
-            ("from", "value"),
+            turn_keys=("from", "value"),
             needs_template=True,
         ),
         ChatFormat(
@@ -172,7 +184,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             ("instruction", "input", "output", "system", "history"),
             frozenset({"instruction", "output"}),
             _alpaca,
-            (),
+            turn_keys=(),
             has_roles=False,
             needs_template=True,
         ),
@@ -182,7 +194,7 @@ FORMATS: Mapping[str, ChatFormat] = {
                 prompt.keys,
                 frozenset({prompt.keys[0], prompt.keys[2]}),
                 prompt.completion_of,
-                (),
+                turn_keys=(),
                 noun="an instruction",
                 is_detected=False,
                 has_roles=False,
@@ -211,7 +223,7 @@ FORMATS: Mapping[str, ChatFormat] = {
             TOKEN_KEYS,
             frozenset({"input_ids"}),
             _tokens,
-            (),
+            turn_keys=(),
             noun="a row of tokens",
             has_roles=False,
         ),
@@ -220,21 +232,23 @@ FORMATS: Mapping[str, ChatFormat] = {
 
 
 def _detected(keys: Collection[str]) -> Iterator[ChatFormat]:
+    """Yield the formats that rows with these keys may have, in the order of `FORMATS`."""
     return (
         entry for entry in FORMATS.values() if entry.is_detected and entry.identifying <= set(keys)
     )
 
 
 def nearest(keys: Collection[str]) -> ChatFormat | None:
-    """Return the format of a row with these keys; None if unknown, and for tokens
-    with their text: which one is meant is ambiguous."""
-    near = next(_detected(keys), None)
-    return None if near is not None and near.name == "tokens" and "text" in keys else near
+    """Return the first format of a row with these keys; None if unknown, and for a row with tokens
+    and text, which may be either."""
+    detected = next(_detected(keys), None)
+    is_ambiguous = detected is not None and detected.name == "tokens" and "text" in keys
+    return None if is_ambiguous else detected
 
 
 def also_preferences(keys: Collection[str]) -> list[str]:
-    """Return the options for each format of a row with these keys if it is a preference pair and a
-    conversation at once: which one is meant is the user's choice. Empty otherwise."""
+    """Return the options of every format of a row that is a preference pair and a conversation at
+    once, among which the user must choose; empty for any other row."""
     formats = [entry for entry in _detected(keys) if entry.name != "tokens"]
     options = {entry.name: f"--format {entry.name}" for entry in formats}
     if PAIRS.name not in options or len(options) == 1:
@@ -266,13 +280,14 @@ def remedy_for(row: Collection[str]) -> str:
 
 def remedy_for_row(row: Collection[str]) -> str:
     """Return `remedy_for` for a row among others, which may have another format."""
-    near = remedy_for(row)
-    return near and f"{near} if all rows are like this one; {ONE_FORMAT}"
+    remedy = remedy_for(row)
+    return f"{remedy} if all rows are like this one; {ONE_FORMAT}" if remedy else ""
 
 
 NAME_A_KEY = " -> name its key: "
 """Start of the remedy for a row whose format is unknown."""
 JOINED_WITH = "\n"
+"""Separator of the texts of several keys of a row."""
 
 
 def text_of(values: Sequence[Any], keys: Sequence[str]) -> Extracted:
@@ -293,9 +308,9 @@ def text_of(values: Sequence[Any], keys: Sequence[str]) -> Extracted:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Rows as conversations: format, its keys in a row, whether only the last answer has loss,
-    roles of names in the data, keys of a turn if they differ from the format's, and keys of a row
-    that are not to be read."""
+    """Conversion of rows to conversations. keys: names that the format's keys have in a row.
+    last_only: only the last answer has loss. roles: of names in the data. turn_keys: names that the
+    format's keys of a turn have, if they differ. ignored: keys of a row that are not to be read."""
 
     format: ChatFormat
     keys: tuple[str, ...]
@@ -316,8 +331,8 @@ class Conversations:
         return (*dict.fromkeys(rules.read_keys), *rules.refused)
 
     def with_known_turns(self, key: str, value: object) -> object:
-        """Return `value` with the keys of each turn renamed from the dataset's (`turn_keys`) to the
-        format's; unchanged where `key` holds no messages."""
+        """Return the turns in `value` with keys by their names in the format, instead of
+        `turn_keys`; the unchanged `value` if `key` holds no messages."""
         renames = bool(self.turn_keys) and self.turn_keys != self.format.turn_keys
         if not renames or key not in MESSAGE_KEYS:
             return value
@@ -335,8 +350,10 @@ class Conversations:
 def conversation_of(row: Mapping[str, Any], rules: Conversations) -> Extracted:
     """Return the document in `row`, which has the values of `rules.columns`."""
     names = (*rules.format.keys, *rules.format.extra_keys)
-    read = (None if key in rules.ignored else row.get(key) for key in rules.key_rules.read_keys)
-    values = dict(zip(names, read, strict=True))
+    row_values = (
+        None if key in rules.ignored else row.get(key) for key in rules.key_rules.read_keys
+    )
+    values = dict(zip(names, row_values, strict=True))
     if problem := rules.key_rules.problem(row, values):
         return Extracted(None, problem)
     try:
@@ -345,7 +362,7 @@ def conversation_of(row: Mapping[str, Any], rules: Conversations) -> Extracted:
         return Extracted(document.document(last_only=rules.last_only))
     except ConversationError as error:
         return Extracted(None, f"{rules.keys[0]!r} is not {rules.format.noun}: {error}")
-    except TypeError as error:  # halves of surrogate pairs, in a prompt
+    except TypeError as error:  # of `dumps`, for half of a surrogate pair
         return Extracted(None, f"{rules.keys[0]!r} cannot be written as JSON: {error}")
 
 
@@ -372,8 +389,8 @@ def document_in(
             fix = f" -> an object for each conversation: {command}"
         return Extracted(None, f"not a JSON object but {type(tree).__name__}{fix}")
     expected_keys = keys if chat is None else chat.keys[:1]
-    present = [key for key in expected_keys if key in tree or value_at(tree, key) is not None]
-    if not present:
+    present_keys = [key for key in expected_keys if key in tree or value_at(tree, key) is not None]
+    if not present_keys:
         row_keys = ", ".join(sorted(tree)[:20]) or "none"
         missing = f"no key {' or '.join(map(repr, expected_keys))}; keys here: {row_keys}"
         if chat is None:
@@ -388,4 +405,4 @@ def document_in(
         return conversation_of(row, chat)
     if problem := text_rules(tuple(keys), ignored).problem(tree, {}):
         return Extracted(None, problem)
-    return text_of([value_at(tree, key) for key in present], present)
+    return text_of([value_at(tree, key) for key in present_keys], present_keys)

@@ -15,6 +15,8 @@ MAX_ARROW_WINDOW = 1 << 27
 """Bytes of a zstd window that Arrow accepts; ``zstd --long=28`` to ``31`` make larger ones."""
 MAX_ZSTD_WINDOW = 1 << 31
 ZSTD_HEADER_BYTES = 18
+ZSTD_INPUT_BYTES = 1 << 11
+"""Bytes that are decompressed at once: each may become 2^15 bytes of output."""
 
 
 def _open_zstd(raw: Any) -> Any:
@@ -71,8 +73,7 @@ class _LongWindowReader(io.RawIOBase):
         import zstandard
 
         while not self._output:
-            # Each byte of the input may become 2^15 of the output: few are taken at once.
-            self._input = self._input or self._raw.read(1 << 11) or b""
+            self._input = self._input or self._raw.read(ZSTD_INPUT_BYTES) or b""
             if not self._input:
                 if self._frame is not None:
                     raise EOFError("it ends inside a zstd frame")
@@ -82,9 +83,9 @@ class _LongWindowReader(io.RawIOBase):
                 self._output = self._frame.decompress(self._input)
             except zstandard.ZstdError as error:
                 raise OSError(f"its zstd frames are corrupt: {error}") from error
-            self._input = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
+            self._input = b""
+            if self._frame.eof:  # the remaining input begins the next frame
+                self._input, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._output))
         buffer[:count] = self._output[:count]
         self._output = self._output[count:]
@@ -104,6 +105,6 @@ READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
 def without_compression(name: str) -> str:
     """Return the name of a file without its compression suffix."""
-    small = name.lower()
-    suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if small.endswith(suffix)), "")
+    lower_name = name.lower()
+    suffix = next((suffix for suffix in COMPRESSION_SUFFIXES if lower_name.endswith(suffix)), "")
     return name[: len(name) - len(suffix)]

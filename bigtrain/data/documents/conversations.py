@@ -9,7 +9,7 @@ from bigtrain.data.documents.exact_json import DuplicateKeyError, dumps, loads
 from bigtrain.data.tokenizers.chat_template import ConversationError
 
 FLAGS = ("train", "loss")
-"""Keys of a message that enable or disable its loss: Axolotl's, and that of ms-swift."""
+"""Keys of a message that enable or disable its loss, of Axolotl and of ms-swift."""
 OTHER_LEARNING = {
     "train_detail": "a message has loss or not as a unit -> train",
     "training": "it is read under Axolotl's other name only -> train",
@@ -19,14 +19,14 @@ OTHER_LEARNING = {
         "whether it has loss is not read under this name -> train: true or false, instead of it",
     ),
 }
-"""Keys of a message that change its loss, in other tools or by their names, and are refused, and
-why."""
+"""Keys of a message that change its loss in other tools, or whose names suggest it: a message with
+such a key is refused. The value is the reason and the fix."""
 RESULTS = ("tool", "function", "ipython", "observation", "environment")
 """Roles of tool responses, whose content may be any JSON, or empty."""
 WORDLESS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Keys that a message may have instead of content."""
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-126, 3.4028234663852886e38
-"""Weights of losses, other than 0, as float32 has them."""
+"""Smallest normal and largest float32: bounds of the weights of losses other than 0."""
 FACTOR = "a weight is a factor of the loss -> a finite number, 0 or more"
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of text parts in OpenAI's messages; the latter two in its responses."""
@@ -46,9 +46,10 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
             )
         if not isinstance(message.get("role"), str):
             keys = ", ".join(sorted(map(str, message))) or "none"
-            near = {"from", "value"} <= message.keys()
-            fix = " -> --format sharegpt (--key conversations=KEY for another key)" if near else ""
-            if not near and "role" not in message:
+            fix = ""
+            if {"from", "value"} <= message.keys():
+                fix = " -> --format sharegpt (--key conversations=KEY for another key)"
+            elif "role" not in message:
                 fix = " -> name its keys: --key role=KEY --key content=KEY"
             raise ConversationError(
                 f"message {number} has no role that is text; keys here: {keys}{fix}"
@@ -57,9 +58,9 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
 
     # Tools may be JSON strings, each or together.
     if isinstance(tools, str):
-        tools = _from_json(tools)
+        tools = _parsed_tools(tools)
     if isinstance(tools, list):
-        tools = [_from_json(tool) if isinstance(tool, str) else tool for tool in tools]
+        tools = [_parsed_tools(tool) if isinstance(tool, str) else tool for tool in tools]
     are_tools = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and not are_tools:
         raise ConversationError("its tools are not a list of objects, nor JSON of one")
@@ -67,17 +68,18 @@ def conversation_bytes(messages: object, tools: object = None, *, last_only: boo
     # As in transformers, a key with value None counts as absent.
     cleaned = []
     for number, message in enumerate(messages, 1):
-        present_values = {key: value for key, value in message.items() if value is not None}
+        given_values = {key: value for key, value in message.items() if value is not None}
         is_null = "content" in message and message["content"] is None
-        parsed = _with_parsed_calls(number, present_values)
+        parsed = _with_parsed_calls(number, given_values)
         cleaned.append(_with_text(number, parsed, is_null=is_null))
     # Answers before the last one get a weight of 0, which every reader of the document knows.
     if last_only:
-        answers = [number for number, message in enumerate(cleaned) if is_learned(message)]
-        for number in answers[:-1]:
-            cleaned[number] = {**cleaned[number], "weight": 0}
+        learned = [index for index, message in enumerate(cleaned) if is_learned(message)]
+        for index in learned[:-1]:
+            cleaned[index] = {**cleaned[index], "weight": 0}
+    tree = {"messages": cleaned, "tools": tools} if tools else {"messages": cleaned}
     try:
-        return dumps({"messages": cleaned, **({"tools": tools} if tools else {})})
+        return dumps(tree)
     except TypeError as error:
         raise ConversationError(f"it cannot be written as JSON: {error}") from error
 
@@ -156,7 +158,8 @@ def _with_text(number: int, message: dict[str, Any], *, is_null: bool) -> dict[s
     list. is_null: its content in the row is null. Raise ConversationError for missing or non-text
     content."""
     content, is_result = message.get("content"), message["role"] in RESULTS
-    if isinstance(content, list) and not (is_result and not _are_parts(content)):
+    # The result of a tool may be a list of anything.
+    if isinstance(content, list) and (not is_result or _are_parts(content)):
         text = "".join(_part_text(number, part) for part in content)
         return {**message, **_other_keys_of_parts(content), "content": text}
     if is_result or isinstance(content, str):
@@ -177,9 +180,9 @@ def _with_text(number: int, message: dict[str, Any], *, is_null: bool) -> dict[s
 
 
 def _are_parts(content: list[Any]) -> bool:
-    """Return whether the result of a tool is a list of parts; an empty list is a result itself."""
-    types = [isinstance(part, dict) and isinstance(part.get("type"), str) for part in content]
-    return bool(types) and all(types)
+    """Return whether the result of a tool is a list of parts; an empty list is not."""
+    have_type = [isinstance(part, dict) and isinstance(part.get("type"), str) for part in content]
+    return bool(have_type) and all(have_type)
 
 
 def _other_keys_of_parts(content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -195,9 +198,8 @@ def _other_keys_of_parts(content: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _part_text(number: int, part: object) -> str:
     """Return the text of a part of message `number`."""
-    part_type, text = ("text", None)
-    if isinstance(part, dict):
-        part_type, text = part.get("type", "text"), part.get("text")
+    fields = part if isinstance(part, dict) else {}
+    part_type, text = fields.get("type", "text"), fields.get("text")
     if isinstance(part_type, str) and part_type not in TEXT_PARTS:
         raise ConversationError(
             f"message {number} has a part of type {part_type!r}: only text is supported"
@@ -241,6 +243,7 @@ def _with_parsed_calls(number: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(number: int, function: dict[str, Any]) -> dict[str, Any]:
+    """Return the function call with its arguments, which may be JSON text, as an object."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return function
@@ -259,7 +262,8 @@ def _with_parsed_arguments(number: int, function: dict[str, Any]) -> dict[str, A
     return {**function, "arguments": parsed}
 
 
-def _from_json(text: str) -> object:
+def _parsed_tools(text: str) -> object:
+    """Parse tools that are JSON text; None if it is blank."""
     try:
         return loads(text) if text.strip() else None
     except ValueError as error:

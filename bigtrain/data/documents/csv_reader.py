@@ -55,7 +55,7 @@ class CsvReader(RowReader):
     def _rows(self, chunks: Iterator[bytes]) -> Iterator[tuple[int, list[str | None]]]:
         """Yield each row with the number of the line in which it begins."""
         path, keys, num_rows = self.part.source.path, self.options.keys, 0
-        # The limit is of the process: the module has no other.
+        # The csv module has only a limit for the process: it is restored at the end.
         previous_limit = csv.field_size_limit(self.options.max_document_bytes)
         reader = csv.reader(self._lines(chunks), **_dialect(self.part.source, self.options))
         line, names = 1, []
@@ -63,15 +63,16 @@ class CsvReader(RowReader):
             # The header decides the columns to read, and the length of a row.
             names = next(reader, [])
             self.columns = [name for name in columns_of(path, keys, names) if name in names]
-            fields_read = [
+            # Positions in a row of the columns that are read; None for a missing column.
+            field_numbers = [
                 None if name is None else names.index(name) for name in aligned(self.columns, keys)
             ]
             line = reader.line_num + 1
             for fields in reader:
                 if len(fields) == len(names):
                     num_rows += 1
-                    yield line, [None if n is None else fields[n] for n in fields_read]
-                elif fields:
+                    yield line, [None if n is None else fields[n] for n in field_numbers]
+                elif fields:  # an empty line is not a row
                     self.reject_at(line, f"{len(fields)} fields, the header has {len(names)}")
                 line = reader.line_num + 1
         except csv.Error as error:
@@ -87,6 +88,7 @@ class CsvReader(RowReader):
         """Yield the lines. Raise DataError for a quote in a ``.tsv`` that may quote, as pandas and
         Excel write it, or be a letter, as in the registered type text/tab-separated-values: with
         either meaning the line has as many fields as the header, whose names are not quoted."""
+        # num_tabs: of the header; -1 if its names are quoted, so that quotes are not ambiguous.
         path, number, num_tabs = self.part.source.path, 0, -1
         has_doubtful_quotes = self.options.quotes is None and _is_tsv(self.part.source)
         for lines in split_lines(chunks, self.options.max_document_bytes):

@@ -56,8 +56,9 @@ class DatasetReader(TableReader):
 
     def _rows(self, file: Any) -> Iterator[RowBlock]:
         path, keys = self.part.source.path, self.options.keys
-        dataset, first, count = self._open_part()
-        row, all_names = first, dataset.column_names
+        dataset, first_row, num_rows = self._open_part()
+        # Names and features of the columns are unknown (None) for some streamed datasets.
+        row, all_names = first_row, dataset.column_names
         counted_names = all_names
         if dataset.features is not None:
             column_tree = tree_of(dataset.features.arrow_schema)
@@ -69,19 +70,20 @@ class DatasetReader(TableReader):
         features = {} if dataset.features is None else dataset.features.to_dict()
         decoders = decoders_of({}, features, is_text=False)
         rows_at_once = STREAMED_ROWS_PER_READ
-        if count:
+        if num_rows:
             rows_at_once = rows_per_read(dataset.data.nbytes, dataset.data.num_rows)
         try:
             for batch in dataset.iter(rows_at_once):
                 names = list(batch)
                 self.columns = columns = columns_of(path, keys, names)
 
-                def values(name: str, batch: Any = batch) -> Sequence[Any]:
+                def values_of(name: str, batch: Any = batch) -> Sequence[Any]:
                     return decoded(name, batch[name], decoders)
 
-                rows = joined_rows(len(batch[names[0]]), columns, keys, names, values)
+                rows = joined_rows(len(batch[names[0]]), columns, keys, names, values_of)
                 self.rejects.keys.add(counted_names or names, len(rows))
-                yield RowBlock(row, rows, (row - first) / count if count else 0.0)
+                share_done = (row - first_row) / num_rows if num_rows else 0.0
+                yield RowBlock(row, rows, share_done)
                 row += len(rows)
         except (DataError, GeneratorExit):
             raise
@@ -149,6 +151,7 @@ class HubDatasetReader(DatasetReader):
 
 @contextmanager
 def _opening(path: str) -> Iterator[None]:
+    """Raise DataError for an error of opening a dataset."""
     try:
         yield
     except Exception as error:  # any error of the builder of a foreign format

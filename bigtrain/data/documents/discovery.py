@@ -47,6 +47,7 @@ from bigtrain.system.storage.stores import (
 logger = logging.getLogger(__name__)
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+SHOWN_SUFFIXES = 5
 
 
 def find_sources(selection: Selection) -> list[Source]:
@@ -59,13 +60,13 @@ def find_sources(selection: Selection) -> list[Source]:
     """
     # The same input twice would silently be read once.
     inputs = selection.inputs
-    named = [name if is_address(name) else os.path.normpath(name) for name in inputs]
-    for second, name in enumerate(named):
-        first = named.index(name)
-        if first < second:
+    names = [name if is_address(name) else os.path.normpath(name) for name in inputs]
+    for index, name in enumerate(names):
+        first = names.index(name)
+        if first < index:
             raise DataError(
-                f"--input {without_secrets(inputs[second])} is named twice, as input {first + 1} "
-                f"and {second + 1}, but would be read once -> name it once; to train on it more "
+                f"--input {without_secrets(inputs[index])} is named twice, as input {first + 1} "
+                f"and {index + 1}, but would be read once -> name it once; to train on it more "
                 "often, make a separate dataset of it, and set its weight in data.sources"
             )
     # A file that several inputs match is read once.
@@ -88,6 +89,7 @@ def find_sources(selection: Selection) -> list[Source]:
 
 
 def _find(name: str, selection: Selection) -> list[Source]:
+    """Return the files and datasets that one input names. Raise as `find_sources`."""
     if name == STANDARD_INPUT:
         # Content read from it earlier cannot be read again.
         record = SourceRecord(path=name, modified_ns=time.time_ns())
@@ -129,20 +131,22 @@ def _find_by_glob(pattern: str, selection: Selection) -> list[Source]:
     files = [match for match in matches if not match.is_dir()]
     if not files:
         return [source for match in matches for source in _find(str(match), selection)]
+    # The folder before the first pattern; paths below it are matched by --exclude.
     base = Path(*takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
-    named = [(str(file.relative_to(base)), str(file)) for file in files]
-    selected = [entry for entry in named if not _excluded(entry[0], selection.exclude)]
+    below_base = [(str(file.relative_to(base)), str(file)) for file in files]
+    selected = [(below, f) for below, f in below_base if not _excluded(below, selection.exclude)]
     links = Links(str(base), selection.follow_links)
     selected = _without_run_files(pattern, selected, _is_run_below(str(base)))
     return [_file_source(path, selection) for path in links.without_duplicates(selected)]
 
 
 def _is_run_below(base: str) -> Callable[[str], bool]:
-    """Return a function that returns whether a folder below `base`, by its path, is a run's."""
+    """Return a predicate of the path of a folder below `base`: whether it is a folder of a run."""
     return cache(lambda folder: os.path.isfile(os.path.join(base, folder, RUN_ID)))
 
 
 def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
+    """Return the saved dataset in a folder, or the selected files below the folder."""
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         return [_saved_dataset(folder, selection)]
     links = Links(str(folder), selection.follow_links)
@@ -150,33 +154,34 @@ def _find_in_folder(folder: Path, selection: Selection) -> list[Source]:
     files = links.files(lambda below: _excluded(below, selection.exclude))
     files = _without_run_files(str(folder), files, _is_run_below(str(folder)))
     selected = _select_files(str(folder), files, selection)
-    selected.sort(key=lambda file: file[1].split(os.sep))
+    selected.sort(key=lambda file: file[1].split(os.sep))  # folder by folder
     return [_file_source(path, selection) for path in links.without_duplicates(selected)]
 
 
-Named = TypeVar("Named")
+File = TypeVar("File")
+"""Path of a local file, or source of a remote file."""
 
 
 def _without_run_files(
-    input_name: str, files: Sequence[tuple[str, Named]], is_run: Callable[[str], bool]
-) -> list[tuple[str, Named]]:
+    input_name: str, files: Sequence[tuple[str, File]], is_run: Callable[[str], bool]
+) -> list[tuple[str, File]]:
     """Return `files`, by their paths below an input that is called `input_name`, without logs,
     metrics, checkpoints and exports of runs of bigtrain. Log what was skipped once."""
-    written = run_files((below.replace(os.sep, "/") for below, _ in files), is_run)
-    if not written:
+    run_paths = run_files((below.replace(os.sep, "/") for below, _ in files), is_run)
+    if not run_paths:
         return list(files)
-    names = ", ".join(written[:3]) + (f" and {len(written) - 3} more" if written[3:] else "")
+    names = ", ".join(run_paths[:3]) + (f" and {len(run_paths) - 3} more" if run_paths[3:] else "")
     _warn_once(
         f"--input {input_name}: skipped what a run of bigtrain wrote: {names}; to read one of "
         "these files, name it"
     )
-    dropped = set(written)
-    return [(below, file) for below, file in files if below.replace(os.sep, "/") not in dropped]
+    skipped = set(run_paths)
+    return [(below, file) for below, file in files if below.replace(os.sep, "/") not in skipped]
 
 
 def _select_files(
-    folder: str, files: Sequence[tuple[str, Named]], selection: Selection
-) -> list[tuple[str, Named]]:
+    folder: str, files: Sequence[tuple[str, File]], selection: Selection
+) -> list[tuple[str, File]]:
     """Return the selected `files`, by their paths below `folder`. Raise DataError if none."""
     suffixes = tuple(selection.suffixes or DEFAULT_SUFFIXES)
     selected = []
@@ -195,7 +200,8 @@ def _select_files(
 
     # Name the suffixes that would select files.
     if not selected:
-        common = ", ".join(f"{suffix} ({count})" for suffix, count in found_suffixes.most_common(5))
+        counts = found_suffixes.most_common(SHOWN_SUFFIXES)
+        common = ", ".join(f"{suffix} ({count})" for suffix, count in counts)
         fix = "name the suffix to read as text, for example --suffix .py"
         if unread_suffixes:
             fix = " ".join(f"--suffix {suffix}" for suffix in sorted(unread_suffixes))
@@ -204,9 +210,8 @@ def _select_files(
             f"{common or 'none at all'} -> {fix}"
         )
     if unread_suffixes and suffixes == DEFAULT_SUFFIXES:
-        skipped = ", ".join(
-            f"{suffix} ({count})" for suffix, count in unread_suffixes.most_common(5)
-        )
+        counts = unread_suffixes.most_common(SHOWN_SUFFIXES)
+        skipped = ", ".join(f"{suffix} ({count})" for suffix, count in counts)
         _warn_once(
             f"--input {folder}: without --suffix only {', '.join(suffixes)} are read from a "
             f"folder; skipped: {skipped}"
@@ -225,7 +230,7 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
     folders), or the files of a folder, without the files that a run of bigtrain has written."""
     store, display_name = store_of(name), without_secrets(name)
     is_web, has_pattern = scheme_of(name) in ("http", "https"), is_pattern(name)
-    # A file; if there is none, maybe a folder, which web servers do not have.
+    # An address names a file; if there is none, a folder, which web servers do not have.
     if not has_pattern and (is_web or not name.endswith("/")):
         try:
             status = with_retries(name, "cannot be read", lambda: store.stat(name))
@@ -233,24 +238,24 @@ def _find_at_address(name: str, selection: Selection) -> list[Source]:
         except NotFoundError:
             if is_web:
                 raise
-    # All files of the folder, by their paths below it.
+    # All files of the folder, which a pattern has before its first special character.
     folder = re.split(r"[*?[]", name, maxsplit=1)[0].rpartition("/")[0] if has_pattern else name
-    begin = len(folder.rstrip("/")) + 1
+    base_length = len(folder.rstrip("/")) + 1
     listing = with_retries(folder, "cannot be listed", lambda: store.find(folder))
     # The file that marks a folder as a run's need not match the pattern itself.
-    parts = [address[begin:].rpartition("/") for address, _ in listing]
-    runs = {run_folder for run_folder, _, file_name in parts if file_name == RUN_ID}
+    split_paths = [address[base_length:].rpartition("/") for address, _ in listing]
+    runs = {run_folder for run_folder, _, file_name in split_paths if file_name == RUN_ID}
     if has_pattern:
-        # Only a ``*`` that is ``**`` matches several folders.
-        folders = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", name)
+        # `glob_translate` refuses ``**`` as a part of a name: ``**x`` becomes ``**/*x``.
+        expanded = re.sub(r"(?<=/)\*\*(?=[^/])", "**/*", name)
         try:
-            matcher = re.compile(glob_translate(folders))
+            matcher = re.compile(glob_translate(expanded))
         except ValueError as error:
             raise DataError(f"--input {display_name}: {error}") from None
         listing = [entry for entry in listing if matcher.fullmatch(entry[0])]
     if not listing:
         raise DataError(f"--input {display_name}: no file there")
-    files = [(address[begin:], _remote_source(address, s, selection)) for address, s in listing]
+    files = [(path[base_length:], _remote_source(path, s, selection)) for path, s in listing]
     files = _without_run_files(display_name, files, runs.__contains__)
     # Select the files of a folder by their suffixes.
     if not has_pattern:
@@ -277,13 +282,14 @@ def _remote_source(address: str, status: RemoteStat, selection: Selection) -> So
 
 def _excluded(relative: str, patterns: Sequence[str]) -> bool:
     """Return whether a pattern matches the path below the input, or a part of the path."""
-    if not patterns:
+    if not patterns:  # saves the parsing of a million paths
         return False
-    parts = Path(relative).parts
-    return any(fnmatch(relative, p) or any(fnmatch(part, p) for part in parts) for p in patterns)
+    candidates = (relative, *Path(relative).parts)
+    return any(fnmatch(name, pattern) for pattern in patterns for name in candidates)
 
 
 def _file_source(path: str | Path, selection: Selection) -> Source:
+    """Return the source of a local file. Raise DataError if its status cannot be read."""
     name = str(path)
     try:
         name.encode("utf-8")
@@ -316,12 +322,12 @@ def _saved_dataset(folder: Path, selection: Selection) -> Source:
         directory = folder / split
     entries = [(str(file.relative_to(folder)), str(file)) for file in sorted(directory.iterdir())]
     Links(str(folder), selection.follow_links).without_duplicates(entries)  # refuses foreign files
-    files = [file.stat() for file in sorted(directory.glob("*.arrow"))]
+    stats = [file.stat() for file in sorted(directory.glob("*.arrow"))]
     record = SourceRecord(
         path=str(folder),
-        bytes=sum(file.st_size for file in files),
-        modified_ns=max((file.st_mtime_ns for file in files), default=0),
-        changed_ns=max((file.st_ctime_ns for file in files), default=0),
+        bytes=sum(status.st_size for status in stats),
+        modified_ns=max((status.st_mtime_ns for status in stats), default=0),
+        changed_ns=max((status.st_ctime_ns for status in stats), default=0),
         revision=_read_json(directory / "state.json").get("_fingerprint"),
     )
     return Source(SavedDatasetReader, record)
@@ -338,5 +344,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def is_pattern(address: str) -> bool:
-    """Return whether it has ``*``, ``?`` or ``[...]`` to match; literal for web servers."""
+    """Return whether an address has ``*``, ``?`` or ``[...]``, which are literal on web servers."""
     return scheme_of(address) not in ("http", "https") and glob.has_magic(address)

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-_DIGITS = bytes(48 if byte in b"0123456789." else 32 for byte in range(256))
+_DIGITS_TO_ZEROS = bytes(ord("0" if byte in b"0123456789." else " ") for byte in range(256))
 _MANY_DIGITS = b"0" * 16
 """A double holds every number of up to 15 digits."""
 _KEY_END = b'":'
@@ -49,13 +49,11 @@ def loads(content: bytes | str) -> Any:
     with suppress(ValueError, TypeError):  # TypeError: more levels than orjson writes
         tree = orjson.loads(content)
         # A key was dropped if fewer are written than read. White space after a key, and an escape,
-        # make the counts differ, too: then the slow parser reads it.
-        if (
-            _MANY_DIGITS not in raw.translate(_DIGITS)
-            and not _SPACED_KEY_END.search(raw)
-            and raw.count(_KEY_END) == orjson.dumps(tree).count(_KEY_END)
-        ):
-            return tree
+        # make the counts differ, too: then the slow parser reads the content.
+        has_long_numbers = _MANY_DIGITS in raw.translate(_DIGITS_TO_ZEROS)
+        if not has_long_numbers and not _SPACED_KEY_END.search(raw):
+            if raw.count(_KEY_END) == orjson.dumps(tree).count(_KEY_END):
+                return tree
     try:
         return _DECODER.decode(content if isinstance(content, str) else content.decode("utf-8"))
     except RecursionError as error:
@@ -63,15 +61,17 @@ def loads(content: bytes | str) -> Any:
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of keys and values. Raise DuplicateKeyError for two equal keys."""
     tree = dict(pairs)
     if len(tree) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise DuplicateKeyError(f"the key {twice!r} is there twice in one object -> keep one")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise DuplicateKeyError(f"the key {duplicate!r} is there twice in one object -> keep one")
     return tree
 
 
 def _number(literal: str) -> float:
+    """Return the number of a literal; an `InexactNumber` if a float does not hold it."""
     number = float(literal)
     if isfinite(number) and Decimal(literal) == Decimal(repr(number)):
         return number
@@ -107,7 +107,7 @@ def read_document(content: bytes) -> Any:
 
 
 def joined_documents(**parts: bytes) -> bytes:
-    """Return an object of documents of `dumps` as one."""
+    """Return the JSON object with the documents `parts`, each by `dumps`, as values."""
     has_big_integer = any(part.startswith(_BIG) for part in parts.values())
     prefix = _BIG if has_big_integer else b""
     members = b",".join(b'"%b":%b' % (key.encode(), part) for key, part in parts.items())
@@ -115,6 +115,7 @@ def joined_documents(**parts: bytes) -> bytes:
 
 
 def _inexact_numbers(tree: Any) -> Iterator[InexactNumber]:
+    """Yield the inexact numbers in `tree`."""
     if isinstance(tree, InexactNumber):
         yield tree
     elif isinstance(tree, dict | list | tuple):

@@ -74,8 +74,8 @@ class Source:
     @property
     def needs_decompression(self) -> bool:
         """True if it is decompressed to a file before reading (`unpacked`)."""
-        only_forward = self.compressed or self.record.bytes is None
-        return only_forward and bool(self.format.random_access)
+        only_sequential = self.compressed or self.record.bytes is None
+        return only_sequential and bool(self.format.random_access)
 
     @property
     def is_hashed_by_documents(self) -> bool:
@@ -130,11 +130,12 @@ def open_stream(source: Source, digest: Digest, *, to_end: bool = True) -> Itera
     to_end: update it with the remaining bytes after the block. Raises as `open_file`."""
     with open_file(source) as file:
         raw = HashingReader(file, digest)
-        opener = COMPRESSIONS.get(source.file_name[source.file_name.rfind(".") :].lower())
-        if opener is None:
+        suffix = source.file_name[source.file_name.rfind(".") :].lower()
+        open_compressed = COMPRESSIONS.get(suffix)
+        if open_compressed is None:
             yield raw  # type: ignore[misc]
         else:
-            with opener(raw) as stream:
+            with open_compressed(raw) as stream:
                 yield stream
         if to_end:
             raw.drain()
@@ -152,10 +153,10 @@ def require_unchanged(source: Source, descriptor: int | None = None) -> None:
         return
     if source.address is not None:
         store, address = store_of(source.address), source.address
-        now = with_retries(address, "cannot be read", lambda: store.stat(address))
-        is_unchanged = source.stat.is_same(now)
+        current_stat = with_retries(address, "cannot be read", lambda: store.stat(address))
+        is_unchanged = source.stat.is_same(current_stat)
     elif source.record.modified_ns is None or os.path.isdir(source.path):
-        return
+        return  # a dataset
     else:
         status = os.stat(source.path if descriptor is None else descriptor)
         listed_status = (source.record.bytes, source.record.modified_ns)
@@ -190,6 +191,7 @@ def unpacked(source: Source, digest: Digest, scratch: Path) -> Iterator[IO[bytes
 
 @contextmanager
 def _writing(source: Source, scratch: Path) -> Iterator[None]:
+    """Raise DataError for an error of writing the decompressed file of `source`."""
     try:
         yield
     except OSError as error:
@@ -244,23 +246,23 @@ class ReadAhead:
 
     def __init__(self, file: IO[bytes], begin: int = 0, end: int | None = None) -> None:
         self._file = file
-        self._position = self._asked = begin
+        self._position = self._requested_end = begin
         self._end = end
 
     def follow(self, num_bytes: int) -> None:
         """Request read-ahead; call it before each read of `num_bytes`."""
         self._position += num_bytes
-        ahead = self._position + READ_AHEAD_BYTES
+        wanted_end = self._position + READ_AHEAD_BYTES
         if self._end is not None:
-            ahead = min(ahead, self._end)
+            wanted_end = min(wanted_end, self._end)
         # Every request costs as much as a small read.
-        if ahead - self._asked >= BLOCK_BYTES or ahead == self._end:
-            size = ahead - self._asked
+        if wanted_end - self._requested_end >= BLOCK_BYTES or wanted_end == self._end:
+            size = wanted_end - self._requested_end
             with suppress(OSError, AttributeError):  # a pipe; an unsupported system
                 if size > 0:
                     advice = os.POSIX_FADV_WILLNEED
-                    os.posix_fadvise(self._file.fileno(), self._asked, size, advice)
-            self._asked = ahead
+                    os.posix_fadvise(self._file.fileno(), self._requested_end, size, advice)
+            self._requested_end = wanted_end
 
 
 class HashingReader(io.RawIOBase):
@@ -287,25 +289,25 @@ class HashingReader(io.RawIOBase):
 
 
 def stream_chunks(stream: IO[bytes], expected_bytes: int | None = None) -> Iterator[bytes]:
-    """Yield all of `stream` in blocks, small ones if little is expected: a read costs its size."""
+    """Yield all of `stream` in blocks, which are not larger than the expected bytes: a read
+    allocates its full size."""
     size = BLOCK_BYTES if expected_bytes is None else min(BLOCK_BYTES, expected_bytes + 1)
     while chunk := stream.read(size):
         yield chunk
 
 
 def range_chunks(
-    file: IO[bytes], begin: int, end: int, digest: Digest, around: Digest
+    file: IO[bytes], begin: int, end: int, digest: Digest, layout_digest: Digest
 ) -> Iterator[bytes]:
     """Yield the bytes of the lines of `file` that start in [begin, end). `digest` is updated with
-    the bytes of [begin, end), `around` with what else determines the lines: whether a line
-    continues at `begin`, and the end of the last line. Raises EOFError if the file ends before
-    `end`."""
+    the bytes of [begin, end), `layout_digest` with whether a line continues at `begin`, and with
+    the bytes of the last line after `end`. Raises EOFError if the file ends before `end`."""
     # A line that continues at `begin` belongs to the previous range.
     file.seek(max(0, begin - 1))
-    inside_line = begin > 0 and file.read(1) != b"\n"
-    around.update(b"inside" if inside_line else b"begins")
+    is_inside_line = begin > 0 and file.read(1) != b"\n"
+    layout_digest.update(b"inside" if is_inside_line else b"begins")
     file.seek(begin)
-    position, unfinished = begin, False
+    position, is_unfinished = begin, False
     ahead = ReadAhead(file, begin, end)
     while position < end:
         ahead.follow(BLOCK_BYTES)
@@ -314,45 +316,47 @@ def range_chunks(
             raise EOFError(f"it ends at byte {position}, before byte {end}")
         digest.update(chunk)
         position += len(chunk)
-        if inside_line:
+        if is_inside_line:  # drop what belongs to the previous range
             _, newline, chunk = chunk.partition(b"\n")
-            inside_line = not newline
+            is_inside_line = not newline
         if chunk:
-            unfinished = not chunk.endswith(b"\n")
+            is_unfinished = not chunk.endswith(b"\n")
             yield chunk
     # The last line continues after `end`.
-    while unfinished and (chunk := file.read(BLOCK_BYTES)):
+    while is_unfinished and (chunk := file.read(BLOCK_BYTES)):
         head, newline, _ = chunk.partition(b"\n")
-        unfinished = not newline
-        around.update(head + newline)
+        is_unfinished = not newline
+        layout_digest.update(head + newline)
         yield head + newline
 
 
 def split_lines(chunks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes | None]]:
     """Yield the lines in `chunks` with their newlines, in a list per chunk. A line of more than
     `max_bytes` (without its newline) is None, and is never stored in memory."""
-    parts: list[bytes] = []  # of the line that has not ended yet
-    size = 0
+    # Parts of the line that has not ended yet, and its bytes, which count also if the parts of a
+    # too long line are dropped.
+    pending_parts: list[bytes] = []
+    num_pending = 0
     for chunk in chunks:
         # Four times as fast as `bytes.split`, which checks the bytes one by one.
         complete = io.BytesIO(chunk).readlines()
-        unfinished_line = complete.pop() if complete and not chunk.endswith(b"\n") else b""
+        unfinished = complete.pop() if complete and not chunk.endswith(b"\n") else b""
         if complete:
             lines: list[bytes | None] = [*complete]
-            size += len(complete[0]) - 1
-            lines[0] = None if size > max_bytes else b"".join([*parts, complete[0]])
-            # A chunk can contain a line that is too long only if it is longer itself.
+            num_pending += len(complete[0]) - 1
+            lines[0] = b"".join([*pending_parts, complete[0]]) if num_pending <= max_bytes else None
+            # Lines inside of the chunk cannot be longer than the chunk.
             if len(chunk) > max_bytes:
                 lines = [None if line and len(line) > max_bytes + 1 else line for line in lines]
             yield lines
-            parts, size = [], 0
-        size += len(unfinished_line)
-        if size > max_bytes:
-            parts = []
-        elif unfinished_line:
-            parts.append(unfinished_line)
-    if size:
-        yield [None if size > max_bytes else b"".join(parts)]
+            pending_parts, num_pending = [], 0
+        num_pending += len(unfinished)
+        if num_pending > max_bytes:
+            pending_parts = []
+        elif unfinished:
+            pending_parts.append(unfinished)
+    if num_pending:
+        yield [None if num_pending > max_bytes else b"".join(pending_parts)]
 
 
 def count_lines_before(file: IO[bytes], begin: int) -> int:

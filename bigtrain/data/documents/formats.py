@@ -43,9 +43,11 @@ def part_reader(part: SourcePart, options: ReadOptions, rejects: RejectedDocumen
 
 
 def format_of(file_name: str) -> type[PartReader]:
-    """Return the format of a file by its name without compression; text if unknown."""
+    """Return the format of a file, or of a suffix (``.jsonl``), without compression; text if
+    unknown."""
     bare = without_compression(file_name.lower())
-    return BY_SUFFIX.get(bare if bare in BY_SUFFIX else os.path.splitext(bare)[1], TextReader)
+    suffix = bare if bare in BY_SUFFIX else os.path.splitext(bare)[1]
+    return BY_SUFFIX.get(suffix, TextReader)
 
 
 def keys_in(source: Source, options: ReadOptions, *, strict: bool = False) -> Collection[str]:
@@ -87,27 +89,28 @@ class DocumentReader:
             yield [content.decode("utf-8") for content in contents]
 
     def blocks(self) -> Iterator[list[bytes]]:
-        finished = 0
+        """Yield the documents as UTF-8; see `PartReader.blocks`."""
+        finished_bytes = 0
         for source in self.sources:
             reader = part_reader(unsplit(source), self.options, self.rejects)
             for documents in reader.blocks():
-                self.bytes_done = finished + reader.bytes_done
+                self.bytes_done = finished_bytes + reader.bytes_done
                 self.num_documents += len(documents)
                 yield documents
-            finished += source.record.bytes or 0
-            self.bytes_done = finished
+            finished_bytes += source.record.bytes or 0
+            self.bytes_done = finished_bytes
 
 
 def batched(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
-    """Yield the documents of `blocks` in lists of about a million bytes, at least one each."""
+    """Yield the documents of `blocks` in lists of about `BATCH_BYTES`, or of `BATCH_DOCUMENTS`."""
     batch: list[bytes] = []
-    size = 0
+    batch_bytes = 0
     for block in blocks:
         for content in block:
             batch.append(content)
-            size += len(content)
-            if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
+            batch_bytes += len(content)
+            if batch_bytes >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
                 yield batch
-                batch, size = [], 0
+                batch, batch_bytes = [], 0
     if batch:
         yield batch

@@ -50,17 +50,20 @@ def decoders_of(
 
 
 def _decoder(arrow_type: Any, feature: Any, is_text: bool) -> Decoder | None:
-    parts = feature if isinstance(feature, dict) else {}
-    feature_type = parts.get("_type")  # a name; in a struct, a field of this name is a feature
+    """Return the converter of a column by its arrow type and its feature of `datasets`, each None
+    if unknown; None if the column contains no JSON."""
+    description = feature if isinstance(feature, dict) else {}
+    # A name of a type; a struct may have a field of this name, whose value is a feature.
+    feature_type = description.get("_type")
     if feature_type == "Json" or getattr(arrow_type, "extension_name", None) == "arrow.json":
-        if is_text or not parts.get("decode", True):
+        if is_text or not description.get("decode", True):
             return lambda value: _of_json(loads(value))
         return _of_json
     arrow_type = getattr(arrow_type, "storage_type", arrow_type)
     arrow_item = getattr(arrow_type, "value_type", None)  # of a list or a dictionary column
     item = feature[0] if isinstance(feature, list) and feature else None
-    if isinstance(feature_type, str):
-        parts, item = {}, parts.get("feature")
+    if isinstance(feature_type, str):  # not a struct: maybe a list, with the feature of an item
+        description, item = {}, description.get("feature")
     if arrow_item is not None or item is not None:
         item_decoder = _decoder(arrow_item, item, is_text)
         return None if item_decoder is None else partial(_each_item, item_decoder)
@@ -69,7 +72,7 @@ def _decoder(arrow_type: Any, feature: Any, is_text: bool) -> Decoder | None:
 
     is_struct = isinstance(arrow_type, pyarrow.DataType) and pyarrow.types.is_struct(arrow_type)
     fields = {field.name: field.type for field in arrow_type} if is_struct else {}
-    field_decoders = decoders_of(fields, parts, is_text=is_text)
+    field_decoders = decoders_of(fields, description, is_text=is_text)
     return partial(_each_field, field_decoders) if field_decoders else None
 
 

@@ -54,17 +54,17 @@ class TextReader(PartReader):
 
     def _blocks(self) -> Iterator[list[bytes]]:
         source, limit = self.part.source, self.options.max_document_bytes
-        parts: list[bytes] = []
-        size = 0
+        chunks: list[bytes] = []
+        num_bytes = 0
         with open_stream(source, self) as stream:
             for chunk in stream_chunks(stream, stream_bytes(source)):
-                size += len(chunk)
-                if size > limit:
+                num_bytes += len(chunk)
+                if num_bytes > limit:
                     reason = f"the document {self.options.too_large}"
                     self.rejects.add(BadDocument(source.path, reason))
                     return
-                parts.append(chunk)
-        content = b"".join(parts).removeprefix(BYTE_ORDER_MARK)
+                chunks.append(chunk)
+        content = b"".join(chunks).removeprefix(BYTE_ORDER_MARK)
         try:
             content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -116,19 +116,20 @@ class JsonLinesReader(PartReader):
         with open_file(part.source, part.end) as file:
             yield from self._parsed(range_chunks(file, part.begin, part.end, self, self._layout))
 
-    def _skim(self) -> None:
+    def _hash_part(self) -> None:
         part = self.part
         if part.end is None:
-            super()._skim()
+            super()._hash_part()
             return
         with open_file(part.source, part.end) as file:
             for _ in range_chunks(file, part.begin, part.end, self, self._layout):
                 pass
 
     def _parsed(self, chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
-        is_text = not self.options.chat and self.options.text_filter is None
+        """Yield the documents in the lines of `chunks`, in a list per chunk."""
+        is_only_text = not self.options.chat and self.options.text_filter is None
         for lines in split_lines(chunks, self.options.max_document_bytes):
-            documents = self._texts(lines) if is_text else None
+            documents = self._texts_at_once(lines) if is_only_text else None
             if documents is None:  # line by line
                 documents, self.places = [], []
                 for number, line in enumerate(lines, self.num_lines + 1):
@@ -139,7 +140,7 @@ class JsonLinesReader(PartReader):
             yield documents
             self.num_lines += len(lines)
 
-    def _texts(self, lines: Sequence[bytes | None]) -> list[bytes] | None:
+    def _texts_at_once(self, lines: Sequence[bytes | None]) -> list[bytes] | None:
         """Return the texts of `lines`, several times faster than line by line; None if a line may
         not be a text, has a key that may be refused, or has texts below other keys."""
         keys, refused = self.options.text_keys, self.options.key_rules.refused.keys()
@@ -147,7 +148,7 @@ class JsonLinesReader(PartReader):
             return None
         try:
             rows: list[dict[str, Any]] = [orjson.loads(line) for line in lines]  # type: ignore[arg-type]
-            shapes = Counter(map(tuple, rows))
+            shapes = Counter(map(tuple, rows))  # number of rows by their keys
             if any(not refused.isdisjoint(shape) for shape in shapes):
                 return None
             if len(keys) == 1:
@@ -161,11 +162,13 @@ class JsonLinesReader(PartReader):
                     texts.append(content)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
-        # Of two equal keys orjson drops one: a line by itself reports it.
+        # orjson drops one of two equal keys of a row, which then has fewer keys than the line has
+        # quoted keys: parsed by itself, the line raises an error.
         for key in keys:
-            spelled = f'"{key}"'.encode()
-            num_spelled = sum(line.count(spelled) for line in lines if line)
-            if num_spelled != sum(count for shape, count in shapes.items() if key in shape):
+            quoted_key = f'"{key}"'.encode()
+            num_quoted = sum(line.count(quoted_key) for line in lines if line)
+            num_rows = sum(count for shape, count in shapes.items() if key in shape)
+            if num_quoted != num_rows:
                 return None
         for shape, count in shapes.items():
             self.rejects.keys.add(shape, count)
@@ -193,8 +196,8 @@ class JsonLinesReader(PartReader):
         if content is None:
             self.reject_at(number, reason)
             return None
-        after = f" after byte {self.part.begin}" if self.part.begin else ""
-        location = f"{self.part.source.path}:{number}{after}"
+        offset = f" after byte {self.part.begin}" if self.part.begin else ""
+        location = f"{self.part.source.path}:{number}{offset}"
         return content if self.is_kept(content, tree, location) else None
 
     def _document_in(self, tree: Any) -> Extracted:
@@ -215,7 +218,7 @@ class JsonReader(JsonLinesReader):
 
     @classmethod
     def first_row_keys(cls, source: Source, options: ReadOptions) -> Collection[str]:
-        """Return a list's first object, or the first line's object."""
+        """Return the first object of a list, or of the first line."""
         with open_stream(source, xxhash.xxh3_64(), to_end=False) as stream:
             head = next(stream_chunks(stream, HEAD_BYTES), b"")
         text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip()
@@ -231,8 +234,11 @@ class JsonReader(JsonLinesReader):
 
     def reject_at(self, position: int, reason: str) -> None:
         """Reject an item. `position`: index of the object in a list, from 0, or line, from 1."""
-        location = {"row": position} if self._is_list else {"line": position}
-        self.rejects.add(BadDocument(self.part.source.path, reason, **location))
+        path = self.part.source.path
+        if self._is_list:
+            self.rejects.add(BadDocument(path, reason, row=position))
+        else:
+            self.rejects.add(BadDocument(path, reason, line=position))
 
     def _blocks(self) -> Iterator[list[bytes]]:
         with open_stream(self.part.source, self) as stream:
@@ -257,12 +263,13 @@ class JsonReader(JsonLinesReader):
                 yield from self._list(head, chunks)
 
     def _list(self, head: bytes, chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
+        """Yield the documents of a file that is one JSON value, in blocks of rows."""
         # A list can only be parsed when it is complete.
-        path, parts, size = self.part.source.path, [head], len(head)
+        path, parts, num_bytes = self.part.source.path, [head], len(head)
         for chunk in chunks:
             parts.append(chunk)
-            size += len(chunk)
-            if size > MAX_LIST_BYTES:
+            num_bytes += len(chunk)
+            if num_bytes > MAX_LIST_BYTES:
                 raise DataError(
                     f"{path} is one JSON value of more than {MAX_LIST_BYTES:,} bytes, which is "
                     "read at once -> write its objects one per line, as .jsonl"

@@ -37,7 +37,8 @@ class Links:
     _resolved: dict[str, str] = field(default_factory=dict)
 
     @cached_property
-    def _allowed(self) -> tuple[str, ...]:
+    def _allowed_folders(self) -> tuple[str, ...]:
+        """Folders whose files may be read: the folder, and the blobs of a Hugging Face snapshot."""
         root = os.path.realpath(self.folder)
         blobs = [
             str(parent.with_name("blobs"))
@@ -50,10 +51,11 @@ class Links:
         """Return the files below the folder that are not excluded: relative paths, and paths to
         open. Raises DataError for a link to a folder elsewhere, unless links are followed."""
         files: list[tuple[str, str]] = []
-        visited = {os.path.realpath(self.folder)}
-        waiting = [(self.folder, "")]
-        while waiting:
-            folder, below = waiting.pop()
+        visited_folders = {os.path.realpath(self.folder)}
+        pending_folders = [(self.folder, "")]
+        # A stack of folders to scan, and their paths below the first: the order is of a recursion.
+        while pending_folders:
+            folder, below = pending_folders.pop()
             try:
                 entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
             except OSError as error:
@@ -68,15 +70,16 @@ class Links:
                     is_folder = False
                 if not is_folder:
                     files.append((name, path))
-                elif not excluded(name) and self._enters(entry, path, name, visited):
+                elif not excluded(name) and self._enters(entry, path, name, visited_folders):
                     folders.append((path, name))
-            waiting += reversed(folders)
+            pending_folders += reversed(folders)
         return files
 
     def _enters(self, entry: os.DirEntry[str], path: str, name: str, visited: set[str]) -> bool:
-        """Return whether to scan a folder: not a second time through a link."""
+        """Return whether to scan a folder: not a second time through a link. visited: real paths of
+        scanned folders, which is updated. Raises DataError for a link out of the folder."""
         if not entry.is_symlink():
-            if self.follow:
+            if self.follow:  # otherwise no link leads into a folder
                 visited.add(os.path.realpath(path))
             return True
         target = os.path.realpath(path)
@@ -152,7 +155,8 @@ class Links:
 
     def _is_inside(self, target: str) -> bool:
         return any(
-            target == folder or target.startswith(folder + os.sep) for folder in self._allowed
+            target == folder or target.startswith(folder + os.sep)
+            for folder in self._allowed_folders
         )
 
     def _leads_out(self, path: str, below: str, target: str) -> DataError:

@@ -35,23 +35,25 @@ class OtherNames:
     def suggestion(self, row: Collection[str]) -> Suggestion | None:
         """Return the options that read `row`: its keys, or an object, of which the values count;
         None if they are not the keys of this format."""
-        spelled = {name.lower(): name for name in reversed([*row])}
-        keys: dict[str, str] = {}
+        # Of keys that differ only in case the first is used.
+        keys_by_lower = {name.lower(): name for name in reversed([*row])}
+        matches: dict[str, str] = {}  # paths in the row, by the format's keys
         for format_key, names in {**self.required, **self.optional}.items():
-            present = (_path_in(name, row, spelled) for name in names)
-            free = (path for path in present if path and path not in keys.values())
-            key = next((path for path in free if _may_be(format_key, path, row)), None)
-            if key is not None:
-                keys[format_key] = key
-        if not self.required.keys() <= keys.keys():
+            paths = (_path_in(name, row, keys_by_lower) for name in names)
+            unused = (path for path in paths if path and path not in matches.values())
+            match = next((path for path in unused if _may_be(format_key, path, row)), None)
+            if match is not None:
+                matches[format_key] = match
+        if not self.required.keys() <= matches.keys():
             return None
-        words = [f" --key {key}={name}" for key, name in keys.items() if key != name]
-        unread = [name for name in row if name not in keys.values() and _is_text(name, row)]
+        words = [f" --key {key}={path}" for key, path in matches.items() if key != path]
+        unread = [name for name in row if name not in matches.values() and _is_text(name, row)]
         return Suggestion(f"--format {self.format_name}{''.join(words)}", tuple(unread))
 
 
 def _is_text(name: str, row: Collection[str]) -> bool:
-    """Return whether the value under `name` is a text: of a known name, or with several words."""
+    """Return whether the value under `name` is a text that matters: the name is one of
+    `_TEXT_NAMES`, or the text has several words."""
     is_known = name.lower() in _TEXT_NAMES
     if not isinstance(row, Mapping):
         return is_known
@@ -59,27 +61,28 @@ def _is_text(name: str, row: Collection[str]) -> bool:
     return isinstance(value, str) and bool(value) and (is_known or len(value.split()) > 1)
 
 
-def _path_in(name: str, row: Collection[str], spelled: Mapping[str, str]) -> str | None:
-    """Return the key of `row`, or path below a key of it, that has `name`. spelled: keys of `row`
-    by their names in lower case."""
-    first, _, rest = name.partition(".")
-    if first not in spelled:
+def _path_in(name: str, row: Collection[str], keys_by_lower: Mapping[str, str]) -> str | None:
+    """Return the key or path in `row` that is `name` in any case; None if it has none.
+    keys_by_lower: keys of `row` by their lower case."""
+    first, _, path_below = name.partition(".")
+    if first not in keys_by_lower:
         return None
-    key = spelled[first]
-    if not rest:
+    key = keys_by_lower[first]
+    if not path_below:
         return key
     below = row[key] if isinstance(row, Mapping) else None
-    return f"{key}.{rest}" if isinstance(below, dict) and rest in below else None
+    return f"{key}.{path_below}" if isinstance(below, dict) and path_below in below else None
 
 
 def _may_be(format_key: str, path: str, row: Collection[str]) -> bool:
-    """Return whether the value at `path` in `row` is of the kind that `format_key` has."""
+    """Return whether the value at `path` in `row` has a type that `format_key` may have; true if
+    the value is unknown."""
     value: Any = None
     if isinstance(row, Mapping):
         value = row.get(path)
         if path not in row:
-            first, _, rest = path.partition(".")
-            value = row[first][rest]
+            first, _, path_below = path.partition(".")
+            value = row[first][path_below]
     if value is None:
         return True
     if format_key == "tools":
@@ -87,7 +90,7 @@ def _may_be(format_key: str, path: str, row: Collection[str]) -> bool:
     if format_key not in MESSAGE_KEYS:
         return isinstance(value, str)
     if isinstance(value, str) and format_key not in ("messages", "conversations"):
-        return True
+        return True  # prompts and answers may be text
     value = from_text(value)
     return isinstance(value, list) and all(map(has_speaker, value[:1]))
 
@@ -116,7 +119,7 @@ _REASONING_NAMES = ("reasoning", "thinking", "rationale", "explanation", "cot", 
 _TEXT_NAMES = frozenset(
     (*_SYSTEM_NAMES, *_QUESTION_NAMES, *_CONTEXT_NAMES, *_ANSWER_NAMES, *_REASONING_NAMES, "prompt")
 )
-"""Keys of texts of which a suggestion that does not read them says so."""
+"""Keys of texts that a suggestion lists as unread if its options do not read them."""
 OTHER_NAMES: Sequence[OtherNames] = (
     OtherNames(
         "sharegpt",
@@ -155,5 +158,5 @@ OTHER_NAMES: Sequence[OtherNames] = (
         {"system": _SYSTEM_NAMES},
     ),
 )
-"""The keys of turns distinguish messages from ShareGPT, and both are accepted under the key of
-either."""
+"""Names in the order in which they are tried. Format `sharegpt` also reads messages in OpenAI's
+format: the keys of each turn distinguish them."""

@@ -34,7 +34,8 @@ class Pair:
 
     def document(self, *, last_only: bool) -> bytes:
         """Return the pair as JSON of two documents."""
-        chosen, rejected = (s.document(last_only=last_only) for s in (self.chosen, self.rejected))
+        chosen = self.chosen.document(last_only=last_only)
+        rejected = self.rejected.document(last_only=last_only)
         return joined_documents(chosen=chosen, rejected=rejected)
 
 
@@ -70,7 +71,8 @@ class Classified:
 def pair(values: Values, roles: Roles) -> Pair:
     """Return the pair in the values of the keys of `PAIRS`. Raise ConversationError unless it has
     two different answers to one prompt."""
-    chosen, rejected, prompt, tools = *map(messages_in, values[:3]), values[3]
+    *answers_and_prompt, tools = values
+    chosen, rejected, prompt = map(messages_in, answers_and_prompt)
     for name, side in zip(SIDES, (chosen, rejected), strict=True):
         if side is None:
             raise ConversationError(f"it has no {name}")
@@ -98,8 +100,8 @@ def pair(values: Values, roles: Roles) -> Pair:
 def labeled(values: Values, roles: Roles) -> Labeled:
     """Return the answer in the values of the keys of `RATED`. Raise ConversationError for one
     without an answer or a label."""
-    prompt, completion = map(messages_in, values[:2])
-    label, tools = values[2:]
+    row_prompt, row_completion, label, tools = values
+    prompt, completion = messages_in(row_prompt), messages_in(row_completion)
     # A label may be a boolean, or 0 or 1, also as text.
     is_desirable = label
     if isinstance(label, str):
@@ -155,9 +157,9 @@ def _text_pair(chosen: str, rejected: str, prompt: str | None) -> Pair:
         _require_text(name, text)
     _refuse_same(chosen, rejected)
     if prompt is None:
-        end = _common(chosen, rejected)
-        if chosen[end] != rejected[end] and chosen[max(0, end - 1)] == " ":
-            end = max(0, end - 1)  # the space belongs to the answers
+        end = _common_length(chosen, rejected)
+        if end and chosen[end] != rejected[end] and chosen[end - 1] == " ":
+            end -= 1  # the space belongs to the answers
         if not end:
             raise _missing_prompt_error()
         prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
@@ -169,34 +171,36 @@ def _messages_prompt(
 ) -> Messages:
     """Return the messages of the prompt: of `prompt`, or else the common beginning."""
     if isinstance(prompt, list | dict):
-        before = _messages("prompt", prompt, roles)
-        if before and chosen[: len(before)] == before == rejected[: len(before)]:
+        prompt_messages = _messages("prompt", prompt, roles)
+        count = len(prompt_messages)
+        if count and chosen[:count] == prompt_messages == rejected[:count]:
             raise ConversationError(
                 "chosen and rejected begin with the messages of prompt, which would be there twice "
                 "-> remove them, or omit the prompt: --key prompt=none"
             )
-        return before
+        return prompt_messages
     if prompt is not None and not isinstance(prompt, str):
         raise _mixed_kinds_error("prompt", prompt)
     _refuse_same(chosen, rejected)
-    before = chosen[: _common(chosen, rejected)]
-    if not before:
+    prompt_messages = chosen[: _common_length(chosen, rejected)]
+    if not prompt_messages:
         raise _missing_prompt_error()
-    if isinstance(prompt, str) and before[-1].get("content") != prompt:
+    if isinstance(prompt, str) and prompt_messages[-1].get("content") != prompt:
         raise ConversationError(
             "its prompt is text, and not the last message with which chosen and rejected both "
             "begin -> messages, or omit the prompt: --key prompt=none"
         )
-    return before
+    return prompt_messages
 
 
-def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+def _common_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     """Return the length of the common beginning; one less if it is all of an answer."""
-    shorter = min(len(chosen), len(rejected))
-    return next((n for n in range(shorter) if chosen[n] != rejected[n]), max(0, shorter - 1))
+    min_length = min(len(chosen), len(rejected))
+    return next((n for n in range(min_length) if chosen[n] != rejected[n]), max(0, min_length - 1))
 
 
 def _messages(name: str, value: object, roles: Roles) -> Messages:
+    """Return the messages under key `name`. Raise ConversationError for anything else."""
     messages = with_roles([value] if isinstance(value, dict) else value, roles)
     if not isinstance(messages, list) or isinstance(value, str):
         raise _mixed_kinds_error(name, value)

@@ -23,7 +23,8 @@ from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES, Quotes
 from bigtrain.errors import DataError
 
 OTHER_KEYS = re.compile(rf"^no key .*; keys here: (.*(?!{NAME_A_KEY}) -> |(?:.*, )?text\b)")
-"""Pattern of reasons for rows with the keys of another format."""
+"""Pattern of reasons for rows with the keys of another format: the fix is other than to name a key,
+or the row has the key text."""
 TEMPLATE_FAULT = "the chat template"
 """Start of reasons caused by the chat template, not by a document."""
 
@@ -64,20 +65,21 @@ class RejectedDocuments:
         """Record `bad`. Raise DataError with location and reason unless these are allowed."""
         if not self.allowed:
             if bad.reason.startswith(TEMPLATE_FAULT) and " -> " in bad.reason:
-                raise DataError(str(bad))  # without such documents few would remain
-            fix = "skip such documents: --skip-bad"
+                raise DataError(str(bad))  # few documents would remain if these were skipped
+            has_fix = " -> " in str(bad)
+            skip = "skip such documents: --skip-bad"
             if OTHER_KEYS.search(bad.reason):
-                first = " if all rows are like this one" if " -> " in str(bad) else " -> fix it"
-                raise DataError(f"{bad}{first}; {ONE_FORMAT}; or {fix}")
-            joint = ", or" if " -> " in str(bad) else " -> fix it, or"
-            raise DataError(f"{bad}{joint} {fix}")
+                first_fix = " if all rows are like this one" if has_fix else " -> fix it"
+                raise DataError(f"{bad}{first_fix}; {ONE_FORMAT}; or {skip}")
+            raise DataError(f"{bad}{', or' if has_fix else ' -> fix it, or'} {skip}")
         self.count += 1
         if self.keep is not None:
             self.keep(bad)
 
 
 def require_few(bad: int, good: int, max_fraction: float, first: str) -> None:
-    """Raise DataError if `bad` of `bad + good` documents are more than `max_fraction`."""
+    """Raise DataError if `bad` of `bad + good` documents are more than `max_fraction`. first: the
+    first bad document, for the error."""
     if bad > max_fraction * (bad + good):
         raise DataError(
             f"{bad:,} of {bad + good:,} documents cannot be read, more than --max-bad-fraction "
@@ -96,8 +98,8 @@ class PartReader(ABC):
 
     `bytes_done` is updated for progress. After the iteration `num_lines` is the number of lines
     that started in the part (of a file of lines), and `checksum` and `layout` identify the content
-    that was read. `places`: lines or rows of the documents of the last block, counted as in
-    `BadDocument`; for conversations only.
+    that was read. `places`: line or row, as in `BadDocument`, of every document of the last block;
+    for conversations only.
     """
 
     format_name: ClassVar[str]
@@ -156,7 +158,7 @@ class PartReader(ABC):
         """Compute `checksum` and `layout` only; for a checksum of bytes, without decompressing or
         parsing them. Raises as `blocks`."""
         try:
-            self._skim()
+            self._hash_part()
         except READ_ERRORS as error:
             raise DataError(f"{self.part.source.path} cannot be read: {error}") from error
 
@@ -179,8 +181,8 @@ class PartReader(ABC):
     def _blocks(self) -> Iterator[list[bytes]]:
         """Yield the blocks; `blocks` adds the file name to `READ_ERRORS`."""
 
-    def _skim(self) -> None:
-        """Hash the bytes of the part."""
+    def _hash_part(self) -> None:
+        """Hash the bytes of the part, and what else `layout` covers."""
         with open_file(self.part.source) as file:
             HashingReader(file, self).drain()
 
@@ -213,6 +215,7 @@ class ReadOptions:
 
     @cached_property
     def keys(self) -> Keys:
+        """Columns to read from a table."""
         chat, reads_all = self.conversations, self.text_filter is not None
         if chat is not None:
             argument = "--chat-key" if self.chat_format == "messages" else "--format"
@@ -232,6 +235,7 @@ class ReadOptions:
         if not self.chat:
             return None
         row_format = FORMATS[self.chat_format]
+        # The user's keys replace the format's, first of a row and then of a turn.
         names = (*row_format.keys, *row_format.turn_keys)
         all_keys = (*self.text_keys, *names[len(self.text_keys) :])
         keys, turn_keys = all_keys[: len(row_format.keys)], all_keys[len(row_format.keys) :]
@@ -263,13 +267,14 @@ def unsplit(source: Source) -> SourcePart:
 
 
 def even_parts(source: Source, count: int, shard_bytes: int | None) -> list[SourcePart]:
-    """Return ranges of `count` items of equal size; without `shard_bytes` one item each."""
+    """Return parts with ranges of about `shard_bytes` of `count` items of equal size; without
+    `shard_bytes` one item each."""
     num_bytes = source.record.bytes or 0
     num_wanted = count if shard_bytes is None else -(-num_bytes // shard_bytes)
     num_parts = max(1, min(count, num_wanted))
-    cuts = [count * i // num_parts for i in range(num_parts + 1)]
-    byte_offsets = [num_bytes * cut // max(1, count) for cut in cuts]
+    boundaries = [count * i // num_parts for i in range(num_parts + 1)]
+    byte_offsets = [num_bytes * boundary // max(1, count) for boundary in boundaries]
     return [
-        SourcePart(source, cuts[i], cuts[i + 1], byte_offsets[i + 1] - byte_offsets[i])
+        SourcePart(source, boundaries[i], boundaries[i + 1], byte_offsets[i + 1] - byte_offsets[i])
         for i in range(num_parts)
     ]

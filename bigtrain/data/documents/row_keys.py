@@ -29,6 +29,7 @@ def is_given(value: object, values: Values) -> bool:
 
 
 def _number(value: object) -> float | None:
+    """Return the number in a value, also in text; None if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -42,33 +43,35 @@ def _is_speaker(value: object, values: Values) -> bool:
     return isinstance(value, str) and value.lower() in SPEAKERS
 
 
-def _has_no_prompt(value: object, values: Values) -> bool:
-    """Return whether a pair may have its prompt under this key."""
+def _may_be_prompt(value: object, values: Values) -> bool:
+    """Return whether the value may be the prompt of a pair that has no prompt elsewhere."""
     chosen = values.get("chosen")
     is_conversation = isinstance(chosen, list) and len(chosen) > 1
     return is_given(value, values) and values.get("prompt") is None and not is_conversation
 
 
-def _differs(value: Any, values: Values, usual: float) -> bool:
-    """Return whether a list has other numbers than `usual`."""
+def _has_other_number(value: Any, values: Values, usual: float) -> bool:
+    """Return whether a list has a number other than `usual`."""
     numbers = from_text(value)
     is_usual = isinstance(numbers, list) and all(number == usual for number in numbers)
     return is_given(value, values) and not is_usual
 
 
-def _is_several(value: Any, values: Values) -> bool:
-    """Return whether positions or lengths are of several documents in one row."""
+def _has_several_documents(value: Any, values: Values) -> bool:
+    """Return whether a row consists of several documents by their lengths, or by the position of
+    each token in its document."""
     tokens = from_text(values.get("input_ids"))
     count = len(tokens) if isinstance(tokens, list) else 0
-    return is_given(value, values) and from_text(value) not in ([count], list(range(count)))
+    lengths_of_one, positions_of_one = [count], list(range(count))
+    return is_given(value, values) and from_text(value) not in (lengths_of_one, positions_of_one)
 
 
 @dataclass(frozen=True)
 class RowKey:
-    """Keys of rows of some formats, the tools that read them, and what is done with them. text:
-    what a used key is, why a refused one is and the fix, or what else a key may mean. matters:
-    whether a value of a refused key is refused; is_named: whether any other value has a meaning
-    too, so that the key is named as not read."""
+    """Keys of rows of some formats, the tools that read them, and what is done with them. text: of
+    a used key, its meaning; of a refused key, the reason and the fix; of a key that is not read,
+    what it may mean. matters: whether a row with this value of a refused key is refused. is_named:
+    whether rows with other values are counted, and the key named as not read."""
 
     names: tuple[str, ...]
     formats: tuple[str, ...]
@@ -79,6 +82,8 @@ class RowKey:
     is_named: bool = False
 
 
+# Names of formats: instructions in a prompt of plain text; supervised fine-tuning; rows of an
+# objective; pairs and answers; all but plain text and tokens.
 PROMPTED = tuple(PROMPTS)
 SFT = ("messages", "sharegpt", "alpaca", "prompt-completion", *PROMPTED)
 OBJECTIVE_ROWS = tuple(rows.name for rows in ROWS.values())
@@ -379,7 +384,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "LLaMA-Factory, ms-swift",
         "refused",
         "its {name} would not be read -> --key prompt={name}; or --ignore-key {name}",
-        _has_no_prompt,
+        _may_be_prompt,
         is_named=True,
     ),
     RowKey(
@@ -388,7 +393,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "Axolotl, LLaMA-Factory, ms-swift",
         "refused",
         "its {name} would not be read -> --key prompt={name}; or --ignore-key {name}",
-        _has_no_prompt,
+        _may_be_prompt,
         is_named=True,
     ),
     RowKey(
@@ -397,7 +402,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "Axolotl, LLaMA-Factory; context: other rows",
         "refused",
         "its {name} would not be read -> --key prompt={name}; or --ignore-key {name}",
-        _has_no_prompt,
+        _may_be_prompt,
     ),
     RowKey(
         ("context",),
@@ -467,7 +472,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "refused",
         "its {name} are of several documents in one row, which would be one -> one row for each "
         "document: data.packing=best_fit packs them",
-        _is_several,
+        _has_several_documents,
     ),
     RowKey(
         ("token_type_ids", "mm_token_type_ids"),
@@ -475,7 +480,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "TRL, transformers",
         "refused",
         "its {name} are not all 0, and the model is not given them -> --ignore-key {name}",
-        partial(_differs, usual=0),
+        partial(_has_other_number, usual=0),
     ),
     RowKey(
         ("loss_scale",),
@@ -484,7 +489,7 @@ ROW_KEYS: tuple[RowKey, ...] = (
         "refused",
         "its {name} would not be read -> --key loss_weights={name}: the loss is then divided by "
         "the sum of these weights; or --ignore-key {name}",
-        partial(_differs, usual=1),
+        partial(_has_other_number, usual=1),
     ),
     RowKey(
         ("decoder_input_ids", "inputs_embeds", "pixel_values", "image_grid_thw"),

@@ -50,15 +50,18 @@ class RowReader(PartReader):
     def __init__(self, part: SourcePart, options: ReadOptions, rejects: RejectedDocuments) -> None:
         super().__init__(part, options, rejects)
         self.columns: list[str] = []
-        self._aligned: tuple[list[str], list[str | None]] = ([], [])
+        self._named_columns: list[str] = []  # the columns for which `_names` were computed
+        self._names: list[str | None] = []
 
     def _row(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return a row of `columns` as a dictionary."""
-        if self._aligned[0] is not self.columns or not self.columns:
+        # The names change with the columns: a reader may set `columns` for each batch.
+        if self._named_columns is not self.columns:
             keys = self.options.keys
-            # A reader that does not set its columns has all that are wanted.
-            self._aligned = (self.columns, aligned(self.columns or keys.primary, keys))
-        pairs = zip(self._aligned[1], values, strict=False)
+            # A reader that does not set its columns has all primary columns.
+            self._named_columns = self.columns
+            self._names = aligned(self.columns or keys.primary, keys)
+        pairs = zip(self._names, values, strict=False)
         return {name: value for name, value in pairs if name is not None}
 
     def _document(self, row: dict[str, Any]) -> Extracted:
@@ -101,14 +104,17 @@ class TableReader(RowReader):
         yield from self._table(remote_file)  # None: the source's local file
         require_unchanged(source)
 
-    def _table(self, file: Any = None) -> Iterator[list[bytes]]:
+    def _table(self, file: Any) -> Iterator[list[bytes]]:
+        """Yield the documents of the rows; hash documents and layout. `file` as in `_rows`."""
         is_hashed = self.part.source.is_hashed_by_documents
         for block in self._rows(file):
             self.bytes_done = int(self.part.num_bytes * block.share_done)
             self.places = []
+            # By row: bytes of the document, or a negative number for a row without one.
             sizes = array("q")
             joined = None
-            # `_contents` would accept every text unchanged, and more slowly.
+            # Texts that need no check, of a size that is allowed: `_contents` would return them
+            # unchanged, and more slowly.
             if (
                 isinstance(block.values, TextColumn)
                 and not self.options.chat
@@ -121,7 +127,7 @@ class TableReader(RowReader):
             else:
                 contents = list(self._contents(block, sizes))
             if is_hashed:
-                # Row by row, so that it does not depend on the number read together.
+                # Hashes of a stream do not depend on the number of rows that are read together.
                 self._hash.update(b"".join(contents) if joined is None else joined)
                 self._layout.update(sizes.tobytes())
             yield contents
@@ -135,8 +141,8 @@ class TableReader(RowReader):
         other rows the reason as a negative number."""
         values = block.values
         rows = values.rows() if isinstance(values, TextColumn) else values
-        for number, columns in enumerate(rows, block.row):
-            row = self._row(columns)
+        for number, row_values in enumerate(rows, block.row):
+            row = self._row(row_values)
             content, reason = self._document(row)
             if content is None:
                 sizes.append(-1 - xxhash.xxh32_intdigest(reason.encode()))
@@ -171,18 +177,17 @@ class ParquetReader(TableReader):
 
         with _reading(source.path):
             metadata = parquet.read_metadata(open_table(source))
-        ends = list(
-            accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))
-        )
+        groups = range(metadata.num_row_groups)
+        row_ends = list(accumulate(metadata.row_group(group).num_rows for group in groups))
         num_bytes = source.record.bytes or 0
-        byte_ends = [num_bytes * end // max(1, ends[-1]) for end in ends]
+        byte_ends = [num_bytes * row_end // max(1, row_ends[-1]) for row_end in row_ends]
         parts: list[SourcePart] = []
         begin = bytes_assigned = 0
-        for group in range(len(ends)):
-            if group == len(ends) - 1 or byte_ends[group + 1] - bytes_assigned > shard_bytes:
-                parts.append(
-                    SourcePart(source, begin, group + 1, byte_ends[group] - bytes_assigned)
-                )
+        for group in groups:
+            # A part ends with the last group, or before a group that would make it too large.
+            if group == groups[-1] or byte_ends[group + 1] - bytes_assigned > shard_bytes:
+                part_bytes = byte_ends[group] - bytes_assigned
+                parts.append(SourcePart(source, begin, group + 1, part_bytes))
                 begin, bytes_assigned = group + 1, byte_ends[group]
         return parts or [unsplit(source)]
 
@@ -197,14 +202,15 @@ class ParquetReader(TableReader):
             counted_names = names_in(tree_of(table.schema_arrow), self.options.key_rules.read_keys)
             self.columns = columns = columns_of(path, keys, names)
             stored = stored_columns(columns, names)
-            rows = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
-            row = first = sum(rows[:begin])
-            count = sum(rows[begin : self.part.end])
-            for group in range(begin, len(rows) if self.part.end is None else self.part.end):
+            group_rows = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
+            row = first_row = sum(group_rows[:begin])
+            end = len(group_rows) if self.part.end is None else self.part.end
+            num_rows = sum(group_rows[begin:end])
+            for group in range(begin, end):
                 num_bytes = bytes_of_columns(table.metadata.row_group(group), stored)
-                rows_at_once = rows_per_read(num_bytes, rows[group])
+                rows_at_once = rows_per_read(num_bytes, group_rows[group])
                 for batch in table.iter_batches(rows_at_once, row_groups=[group], columns=stored):
-                    share_done = (row - first) / max(1, count)
+                    share_done = (row - first_row) / max(1, num_rows)
                     self.rejects.keys.add(counted_names, batch.num_rows)
                     yield RowBlock(row, rows_of_batch(batch, columns, keys, decoders), share_done)
                     row += batch.num_rows
@@ -241,7 +247,7 @@ class ArrowReader(TableReader):
         with _reading(path), _mapped(path if file is None else file) as mapped:
             row = 0
             for batch, share_done in _record_batches(mapped, self.part.begin, self.part.end):
-                if share_done is not None:
+                if share_done is not None:  # a batch of the part
                     self.columns = columns = columns_of(path, keys, batch.schema.names)
                     read_keys = self.options.key_rules.read_keys
                     self.rejects.keys.add(
@@ -262,6 +268,7 @@ class ArrowReader(TableReader):
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
+    """Raise DataError for an error of arrow or of the file."""
     import pyarrow
 
     try:
@@ -271,8 +278,8 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def tree_of(schema: Any) -> dict[str, Any]:
-    """Return the names of the columns of an arrow schema, or of the fields of a struct: a tree of
-    names for a struct, None for any other type."""
+    """Return the columns of an arrow schema, or the fields of a struct, by name: a tree of names
+    for a struct, None for any other type."""
     import pyarrow
 
     return {
@@ -301,8 +308,8 @@ def _mapped(opened: Any) -> Any:
 
 
 def _record_batches(mapped: Any, begin: int, end: int | None) -> Iterator[tuple[Any, float | None]]:
-    """Yield every batch before `end`, and how large a share of the batches from `begin` on was read
-    before; None for a batch before `begin`, which is only counted."""
+    """Yield every batch before `end`, and the share of the batches from `begin` on that were read
+    before; None for a batch before `begin`, of which only the rows are counted."""
     import pyarrow
 
     if not _is_ipc_file(mapped):

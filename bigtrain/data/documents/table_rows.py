@@ -61,13 +61,14 @@ def text_column(column: Any) -> TextColumn | None:
     except pyarrow.ArrowInvalid:
         return None
     _, offset_buffer, data = column.buffers()
+    # A slice of an array shares the buffers, of which its texts begin at the first offset.
     offsets = np.frombuffer(
         offset_buffer, offset_type, len(column) + 1, column.offset * offset_type.itemsize
     )
     first, last = int(offsets[0]), int(offsets[-1])
     joined = data.slice(first, last - first).to_pybytes() if last > first else b""
-    ends = (offsets - first).tolist()
-    return TextColumn([joined[begin:end] for begin, end in pairwise(ends)], joined)
+    bounds = (offsets - first).tolist()
+    return TextColumn([joined[begin:end] for begin, end in pairwise(bounds)], joined)
 
 
 READ_BYTES = 1 << 21
@@ -111,18 +112,19 @@ def bytes_of_columns(row_group: Any, columns: Sequence[str]) -> int:
     return sum(
         int(chunk.total_uncompressed_size)
         for chunk in chunks
-        # A struct column has several: text, messages.list.element.content, ...
+        # A struct column has several chunks: text, messages.list.element.content, ...
         if any(f"{chunk.path_in_schema}.".startswith(f"{column}.") for column in columns)
     )
 
 
 def aligned(columns: Sequence[str], keys: Keys) -> list[str | None]:
-    """Return `columns`, with None for missing optional ones; other columns at the end."""
-    text_columns = [column for column in columns if column in keys.primary]
+    """Return the names of the values of a row: primary columns; each optional key, None if it is
+    missing; other columns."""
+    primary_columns = [column for column in columns if column in keys.primary]
     optional = [key if key in columns else None for key in keys.optional]
     # Only a filter reads other columns.
     other_columns = [name for name in columns if name not in (*keys.primary, *keys.optional)]
-    return [*text_columns, *optional, *other_columns]
+    return [*primary_columns, *optional, *other_columns]
 
 
 def rows_of_batch(
@@ -138,7 +140,7 @@ def rows_of_batch(
     ):
         return texts
 
-    def values(name: str) -> Sequence[Any]:
+    def values_of(name: str) -> Sequence[Any]:
         column = batch.column(name)
         try:
             column_values = list(column.to_pylist())
@@ -151,7 +153,7 @@ def rows_of_batch(
             ]
         return decoded(name, column_values, decoders)
 
-    return joined_rows(batch.num_rows, columns, keys, names, values)
+    return joined_rows(batch.num_rows, columns, keys, names, values_of)
 
 
 def decoded(name: str, values: Sequence[Any], decoders: Mapping[str, Decoder]) -> Sequence[Any]:
@@ -174,17 +176,18 @@ def joined_rows(
     columns: Sequence[str],
     keys: Keys,
     names: Sequence[str],
-    values: Callable[[str], Sequence[Any]],
+    values_of: Callable[[str], Sequence[Any]],
 ) -> Rows:
-    """Return the rows of `columns`; `values` returns the values of a stored column."""
+    """Return the rows of `columns`, with a value in each column of `aligned`. values_of: returns
+    the values of a stored column."""
 
     def column_values(column: str | None) -> Sequence[Any]:
         if column is None:
             return [None] * num_rows
         if column in names:
-            return values(column)
-        stored, _, path = column.partition(".")
-        return [None if v is None else value_at(v, path) for v in values(stored)]
+            return values_of(column)
+        stored_column, _, path = column.partition(".")
+        return [None if v is None else value_at(v, path) for v in values_of(stored_column)]
 
     return [list(row) for row in zip(*map(column_values, aligned(columns, keys)), strict=True)]
 
@@ -211,6 +214,7 @@ def columns_of(path: str, keys: Keys, names: Sequence[str]) -> list[str]:
 
 
 def _is_stored(key: str, names: Sequence[str]) -> bool:
+    """Return whether `key` is one of the columns `names`, or a path into a column."""
     return key in names or ("." in key and key.partition(".")[0] in names)
 
 

@@ -59,7 +59,7 @@ class TextFilter:
         for errors. Raises DataError if the function raises an error, or returns anything but a
         boolean or a reason."""
         try:
-            answer: Any = self.function(text, row)
+            result: Any = self.function(text, row)
         except DataError:
             raise
         except (Exception, SystemExit) as error:
@@ -67,12 +67,12 @@ class TextFilter:
                 f"--filter {self.name} fails for {document_name}: "
                 f"{describe(error, self.function)} -> correct it"
             ) from error
-        if type(answer).__name__ in ("bool", "bool_"):  # also numpy's
-            return None if answer else DROPPED
-        if isinstance(answer, str) and answer.strip():
-            return " ".join(answer.split())[:MAX_REASON]
+        if type(result).__name__ in ("bool", "bool_"):  # also numpy's
+            return None if result else DROPPED
+        if isinstance(result, str) and result.strip():
+            return " ".join(result.split())[:MAX_REASON]
         raise DataError(
-            f"--filter {self.name} returns {answer!r} for {document_name} -> True to keep it, "
+            f"--filter {self.name} returns {result!r} for {document_name} -> True to keep it, "
             f"False or a reason to drop it ({location(self.function)})"
         )
 

@@ -84,7 +84,8 @@ def token_row(values: Values) -> TokenRow:
     if not length:
         raise ConversationError("it has no tokens")
 
-    # Masks of learned tokens must agree. A token with weight 0 is not learned.
+    # Masks of learned tokens, by the key for errors, must agree. A token with weight 0 is not
+    # learned; unlearned tokens get weight 1, so that a row in which all are 1 stores no weights.
     masks: dict[str, npt.NDArray[np.bool_]] = {}
     if row["labels"] is not None:
         labels = _integers(row["labels"], "labels")
@@ -95,9 +96,11 @@ def token_row(values: Values) -> TokenRow:
         attention = _bits(row["attention_mask"], "attention_mask", length)
     if row["loss_mask"] is not None:
         masks["loss_mask"] = _bits(row["loss_mask"], "loss_mask", length)
-    trl = {name: _bits(row[name], name, length) for name in TRL_MASKS if row[name] is not None}
-    if trl:
-        masks[" and ".join(trl)] = np.logical_and.reduce(list(trl.values()))
+    trl_masks = {
+        name: _bits(row[name], name, length) for name in TRL_MASKS if row[name] is not None
+    }
+    if trl_masks:
+        masks[" and ".join(trl_masks)] = np.logical_and.reduce(list(trl_masks.values()))
     weights = _weights_of(row, length)
     learned = _agreed_mask(masks, length) & (weights != 0)
     weights = np.where(learned, weights, 1).astype(np.float32)
@@ -106,11 +109,11 @@ def token_row(values: Values) -> TokenRow:
     # Padding is removed at both ends.
     if attention is None or attention.all():
         return TokenRow(tokens, learned, weights=stored_weights)
-    attended = np.flatnonzero(attention)
-    if not len(attended):
+    attended_positions = np.flatnonzero(attention)
+    if not len(attended_positions):
         raise ConversationError("its attention_mask is 0 for every token")
-    low, high = int(attended[0]), int(attended[-1]) + 1
-    if not attention[low:high].all():
+    first, end = int(attended_positions[0]), int(attended_positions[-1]) + 1
+    if not attention[first:end].all():
         raise ConversationError(
             "its attention_mask has 0 between tokens with 1: only padding at the beginning and the "
             "end can be removed -> remove those tokens"
@@ -123,10 +126,10 @@ def token_row(values: Values) -> TokenRow:
             "0"
         )
     return TokenRow(
-        tokens[low:high],
-        learned[low:high],
-        padding=length - (high - low),
-        weights=None if stored_weights is None else stored_weights[low:high],
+        tokens[first:end],
+        learned[first:end],
+        padding=length - (end - first),
+        weights=None if stored_weights is None else stored_weights[first:end],
     )
 
 
@@ -148,13 +151,13 @@ def _weights_of(row: Mapping[str, Any], length: int) -> Weights:
 
 
 def _learned_by_labels(labels: Numbers, tokens: Numbers) -> npt.NDArray[np.bool_]:
+    """Return the mask of the tokens with a label. Raise ConversationError for a wrong label."""
     wrong = np.flatnonzero((labels != NOT_LEARNED) & (labels != tokens))
     if len(wrong):
         position = int(wrong[0])
-        shifted = len(tokens) > 1 and bool(
-            ((labels[:-1] == NOT_LEARNED) | (labels[:-1] == tokens[1:])).all()
-        )
-        fix = "labels of the same token, not of the next one" if shifted else "-100 or that id"
+        are_next_tokens = (labels[:-1] == NOT_LEARNED) | (labels[:-1] == tokens[1:])
+        is_shifted = len(tokens) > 1 and bool(are_next_tokens.all())
+        fix = "labels of the same token, not of the next one" if is_shifted else "-100 or that id"
         raise ConversationError(
             f"labels has {int(labels[position])} at token {position}, whose input_ids has "
             f"{int(tokens[position])} -> {fix}"
@@ -178,6 +181,7 @@ def _agreed_mask(masks: dict[str, npt.NDArray[np.bool_]], length: int) -> npt.ND
 
 
 def _integers(value: object, name: str) -> Numbers:
+    """Return the list of integers under key `name`. Raise ConversationError for other values."""
     value = from_text(value)
     if not isinstance(value, list | tuple | np.ndarray):
         raise ConversationError(f"its {name} is not a list of integers but {type(value).__name__}")
@@ -187,38 +191,40 @@ def _integers(value: object, name: str) -> Numbers:
         raise ConversationError(f"its {name} is a list of lists -> one list per row") from None
     if numbers.ndim != 1:
         raise ConversationError(f"its {name} is a list of lists -> one list per row")
+    largest = np.iinfo(np.int64).max
     if len(numbers) and numbers.dtype.kind not in "iu":
-        largest = np.iinfo(np.int64).max
+        # Name the first value because of which numpy has another type.
         wrong = next(
             (v for v in value if isinstance(v, bool) or not isinstance(v, int) or abs(v) > largest),
             value,
         )
         raise ConversationError(f"its {name} has {wrong!r}, which is not an integer of 64 bits")
-    if numbers.dtype.kind == "u" and len(numbers) and int(numbers.max()) > np.iinfo(np.int64).max:
+    if numbers.dtype.kind == "u" and len(numbers) and int(numbers.max()) > largest:
         raise ConversationError(f"its {name} has {int(numbers.max())}, more than 63 bits hold")
     return numbers.astype(np.int64)
 
 
 def _bits(value: object, name: str, length: int) -> npt.NDArray[np.bool_]:
+    """Return the mask of `length` tokens under key `name`. Raise ConversationError otherwise."""
     value = from_text(value)
     if not isinstance(value, list | tuple | np.ndarray):
         raise ConversationError(f"its {name} is not a list of numbers but {type(value).__name__}")
-    wrong = next((v for v in value if isinstance(v, str) or v is None or v not in (0, 1)), None)
-    if wrong is not None or any(v is None for v in value):
-        raise ConversationError(f"its {name} has {wrong!r}: {ONE_BIT}")
+    wrong = [v for v in value if isinstance(v, str) or v is None or v not in (0, 1)]
+    if wrong:
+        raise ConversationError(f"its {name} has {wrong[0]!r}: {ONE_BIT}")
     bits = np.array(value, np.bool_)
     _require_length(bits, name, length)
     return bits
 
 
 def _factors(value: object, name: str, length: int) -> Weights:
-    """Return factors of losses: finite, 0 or more, in float32."""
+    """Return the factors of losses under key `name`: `length` float32, finite, 0 or more."""
     value = from_text(value)
     if not isinstance(value, list | tuple | np.ndarray):
         raise ConversationError(f"its {name} is not a list of numbers but {type(value).__name__}")
-    wrong = next((v for v in value if not isinstance(v, int | float | np.number)), None)
-    if wrong is not None or any(v is None for v in value):
-        raise ConversationError(f"its {name} has {wrong!r}: {FACTOR}")
+    wrong = [v for v in value if not isinstance(v, int | float | np.number)]
+    if wrong:
+        raise ConversationError(f"its {name} has {wrong[0]!r}: {FACTOR}")
     _require_length(value, name, length)
     largest = float(np.finfo(np.float32).max)
     unusable = next((v for v in value if not 0 <= v <= largest), None)  # also NaN

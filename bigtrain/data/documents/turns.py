@@ -88,17 +88,18 @@ def is_turn(message: object) -> bool:
 def message_of_turn(number: int, turn: Mapping[str, Any], roles: Roles) -> dict[str, Any]:
     """Return turn `number` of ShareGPT as a message. Raise ConversationError for a wrong one."""
     name = str(turn["from"])
-    mapped_role = roles.get(name) or name.lower()
+    # The user's meaning of the name is a role of templates; other names are looked up in `ROLES`.
+    role_or_name = roles.get(name) or name.lower()
     other_fields = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if mapped_role in CALL_ROLES:
+    if role_or_name in CALL_ROLES:
         calls = _calls(f"turn {number} is from", name, turn["value"])
         return {"role": "assistant", "tool_calls": calls, _IS_CALL: True, **other_fields}
-    if name not in roles and mapped_role not in ROLES:
+    if name not in roles and role_or_name not in ROLES:
         raise ConversationError(
             f"turn {number} is from {name!r}, which is not one of {', '.join(ROLES)} -> map it: "
             f"--role '{name}={misspelt_role(name) or 'user'}'"
         )
-    role = mapped_role if name in roles else ROLES[mapped_role]
+    role = role_or_name if name in roles else ROLES[role_or_name]
     return {"role": role, "content": turn["value"], **other_fields}
 
 
@@ -119,10 +120,10 @@ def with_role(number: int, message: Mapping[str, Any], roles: Roles) -> dict[str
     for a call that is not one, and for a misspelt role of `ROLES`. A role that only a template
     knows passes."""
     name = message["role"]
-    if isinstance(name, str) and name not in roles and (similar := misspelt_role(name)):
+    if isinstance(name, str) and name not in roles and (similar_role := misspelt_role(name)):
         raise ConversationError(
-            f"message {number} has the role {name!r} -> did you mean {similar}? --role "
-            f"'{name}={similar}' reads it so, and --role '{name}={name}' keeps it"
+            f"message {number} has the role {name!r} -> did you mean {similar_role}? --role "
+            f"'{name}={similar_role}' reads it so, and --role '{name}={name}' keeps it"
         )
     mapped_role = roles.get(str(name), name)
     if mapped_role in CALL_ROLES:
@@ -133,23 +134,24 @@ def with_role(number: int, message: Mapping[str, Any], roles: Roles) -> dict[str
 
 
 _IS_CALL = " call"
-"""Mark of a message that was a turn of calls, until `with_joined_calls`."""
+"""Key that marks a message that was a turn of calls; `with_joined_calls` removes it."""
 
 
 def _calls(location: str, role: str, value: object) -> Messages:
-    """Return the tool calls in the JSON `value` of a turn of calls."""
-    plain = f"-> to treat it as plain text: --role {role}=assistant"
+    """Return the tool calls in the JSON `value` of a turn of calls. location: beginning of an
+    error, which `role` continues."""
+    fix = f"-> to treat it as plain text: --role {role}=assistant"
     if isinstance(value, str):
         try:
             value = loads(value)
         except ValueError as error:
-            raise ConversationError(f"{location} {role} and not JSON ({error}) {plain}") from error
+            raise ConversationError(f"{location} {role} and not JSON ({error}) {fix}") from error
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(
         isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls
     ):
         raise ConversationError(
-            f"{location} {role} and not the JSON of an object with name and arguments {plain}"
+            f"{location} {role} and not the JSON of an object with name and arguments {fix}"
         )
     return [{"type": "function", "function": call} for call in calls]
 
@@ -168,8 +170,7 @@ def with_joined_calls(messages: Sequence[Any]) -> list[Any]:
             joined.append(call)
             continue
         # Both become one message, whose tokens are learned alike.
-        learning = [[part.get(key) for key in ("weight", *FLAGS)] for part in (before, call)]
-        if learning[0] != learning[1]:
+        if any(before.get(key) != call.get(key) for key in ("weight", *FLAGS)):
             raise ConversationError(
                 f"message {number} is a call of the message before it, and only one of both has "
                 "loss -> the same weight, train or loss in both"

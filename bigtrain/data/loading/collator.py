@@ -29,9 +29,10 @@ CHUNK_TOKENS = 1 << 19
 numpy calls, each of which releases and reacquires the GIL."""
 
 COLLATED_TOKENS = 1 << 17
-"""Tokens converted to tensors at a time, for the same reason."""
+"""Tokens converted to int64 tensors at a time, which also fit into a core's cache."""
 
 MAX_KEPT_ARRAYS = 12
+"""Arrays of earlier steps that are kept for reuse: up to three for each step in flight."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +68,18 @@ class StoredRows:
 
 
 def new_rows(
-    dataset: Samples, options: BatchOptions, rows: int, *, padded: bool = False
+    dataset: Samples, options: BatchOptions, num_rows: int, *, padded: bool = False
 ) -> StoredRows:
-    """Allocate reusable memory for `rows` rows; `padded`: also for fewer samples."""
+    """Allocate reusable memory for `num_rows` rows; `padded`: of which some may be padding."""
     length = dataset.sequence_length
-    has_targets = (
+    has_targets = (  # some token may have no loss
         options.isolate or options.end_of_document_id is not None or dataset.masks_loss or padded
     )
     return StoredRows(
-        np.empty((rows, length + 1), dataset.token_dtype),
-        np.empty((rows, length + 1), np.bool_) if has_targets else None,
-        np.empty((rows, length), np.min_scalar_type(length)) if options.isolate else None,
-        np.empty((rows, length + 1), np.float32) if dataset.weighs_loss else None,
+        np.empty((num_rows, length + 1), dataset.token_dtype),
+        np.empty((num_rows, length + 1), np.bool_) if has_targets else None,
+        np.empty((num_rows, length), np.min_scalar_type(length)) if options.isolate else None,
+        np.empty((num_rows, length + 1), np.float32) if dataset.weighs_loss else None,
     )
 
 
@@ -115,6 +116,7 @@ class BatchReader:
             self._read_chunk(samples[low : low + step], out.part(low, low + step))
 
     def _read_chunk(self, samples: Indices, out: StoredRows) -> None:
+        """Read and check some rows; see `read_rows`."""
         # Fill the rows of samples; rows beyond them are padding without targets.
         count = len(samples)
         if out.targets is not None:
@@ -151,18 +153,20 @@ class BatchReader:
             self._fill_positions(begins, out.positions)
 
     def _fill_positions(self, begins: Indices, out: npt.NDArray[np.unsignedinteger[Any]]) -> None:
-        """Fill distances from the last of `begins` (``row * (T + 1) + t``) or row starts."""
+        """Fill `out`, [R, T], with the distance of every token from the start of its document, the
+        last of `begins` (``row * (T + 1) + t``) or row starts before it."""
         num_rows, length = out.shape
-        row, column = np.divmod(begins, self._width)
-        has_input = column < length  # the last token of a row is only a label
+        rows, columns = np.divmod(begins, self._width)
+        is_input = columns < length  # the last token of a row is only a label
+        # Starts as positions ``row * T + t`` of `out`.
         starts = np.concatenate(
-            [row[has_input] * length + column[has_input], np.arange(num_rows) * length]
+            [rows[is_input] * length + columns[is_input], np.arange(num_rows) * length]
         )
         starts.sort()
-        first = (starts % length).astype(out.dtype)
+        start_columns = (starts % length).astype(out.dtype)
         np.subtract(
             self._column_numbers,
-            np.repeat(first, np.diff(starts, append=out.size)).reshape(out.shape),
+            np.repeat(start_columns, np.diff(starts, append=out.size)).reshape(out.shape),
             out=out,
         )
 
@@ -182,7 +186,7 @@ class Collator:
             (tokens,), (array,) = self._new((count, width), 1)
             np.copyto(array, rows.tokens)
             return MicroBatch.of_tokens(tokens)
-        parts, arrays = self._new((count, width - 1), 2 if rows.positions is None else 3)
+        tensors, arrays = self._new((count, width - 1), 2 if rows.positions is None else 3)
         step = max(1, COLLATED_TOKENS // (width - 1))
         for low in range(0, count, step):
             part = rows.part(low, low + step)
@@ -194,7 +198,7 @@ class Collator:
                 np.copyto(labels, IGNORED_LABEL, where=~part.targets[:, 1:])
             if part.positions is not None:
                 np.copyto(position_ids[0], part.positions)
-        batch = MicroBatch(*parts)
+        batch = MicroBatch(*tensors)
         if rows.weights is None:
             return batch
         # 0 without a target, so that the sum of the weights is the sum over the targets.
@@ -207,8 +211,8 @@ class Collator:
     ) -> tuple[list[torch.Tensor], list[npt.NDArray[np.int64]]]:
         """Return `count` empty tensors, and their memory as arrays."""
         if self.pin:
-            parts = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(count)]
-            return parts, [part.numpy() for part in parts]
+            tensors = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(count)]
+            return tensors, [tensor.numpy() for tensor in tensors]
         arrays = [self._unused(shape) for _ in range(count)]
         self._arrays = [*self._arrays, *arrays][-MAX_KEPT_ARRAYS:]
         return [torch.from_numpy(array) for array in arrays], arrays

@@ -56,7 +56,7 @@ def open_checked(
 
 
 def check_shards(config: RunConfig, check: Level = "sizes") -> list[Problem]:
-    """Open the datasets of the mixture and return what the run would refuse of them: what
+    """Open the datasets of the mixture and return the problems of the run: what
     `open_checked`, `check_datasets`, and for the first dataset `check_model_tokens` find, each only
     if nothing was found before. Raises ExtensionError and DataError as `open_checked`."""
     datasets, problems = open_checked(config, check)
@@ -75,8 +75,9 @@ def _problem(config: RunConfig, number: int, rule: str, fix: str = "") -> Proble
 def _unlike_first(
     config: RunConfig, values: Mapping[int, object], rule: Callable[[int, int], str], fix: str
 ) -> list[Problem]:
-    """Return a problem for each source with another value than the first source that has one.
-    `values`: by number of the source; `rule`: of the numbers of a source and of the first one."""
+    """Return a problem for each source whose value differs from the value of the first source that
+    has one. `values`: by source number, ascending; `rule`: returns the rule for the numbers of a
+    source and of the first source."""
     first = next(iter(values), 0)
     return [
         _problem(config, number, rule(number, first), fix)
@@ -126,12 +127,12 @@ def check_datasets(
         model_vocab_size = known_vocab_size(config.model)
     if model_vocab_size is not None:
         if config.model.vocabulary is not None:
-            tokens = tables[0].tokenizer.vocab_size
-            model_vocab_size = config.model.vocabulary.size(model_vocab_size, tokens)
-        trained = config.model.path is not None
-        problems += check_vocabulary(tables[0].tokenizer, model_vocab_size, trained=trained)
+            num_tokens = tables[0].tokenizer.vocab_size
+            model_vocab_size = config.model.vocabulary.size(model_vocab_size, num_tokens)
+        is_trained = config.model.path is not None
+        problems += check_vocabulary(tables[0].tokenizer, model_vocab_size, trained=is_trained)
     # A tokenizer that is set must be the tokenizer of the shards.
-    name, listed = config.data.tokenizer, tables[0].tokenizer
+    name, shard_tokenizer = config.data.tokenizer, tables[0].tokenizer
     if name is not None:
         from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 
@@ -140,10 +141,10 @@ def check_datasets(
         except DataError as error:
             problems.append(Problem("data.tokenizer", name, str(error)))
             return Findings(problems, answers.notes)
-        if tokenizer.hash != listed.hash:
+        if tokenizer.hash != shard_tokenizer.hash:
             rule = (
-                f"a different tokenizer than that of the shards ({listed.name}, "
-                f"{listed.vocab_size} tokens; this one has {tokenizer.vocab_size})"
+                f"a different tokenizer than that of the shards ({shard_tokenizer.name}, "
+                f"{shard_tokenizer.vocab_size} tokens; this one has {tokenizer.vocab_size})"
             )
             fix = "remove data.tokenizer, or tokenize again with it"
             problems.append(Problem("data.tokenizer", name, rule, fix))
@@ -180,8 +181,10 @@ def check_same_tokenizer(config: RunConfig, tables: Sequence[ShardTable]) -> lis
 
     # Sources may end documents in several tokens, unless losses depend on document ends.
     compares_ends = config.data.mask_end_of_document
-    tokenizers = [table.tokenizer for table in tables]
-    identities = [(t.hash, t.vocab_size, t.end_of_document_id * compares_ends) for t in tokenizers]
+    identities = [
+        (t.hash, t.vocab_size, t.end_of_document_id if compares_ends else None)
+        for t in (table.tokenizer for table in tables)
+    ]
     fix = "tokenize all sources of a mixture with the same tokenizer"
     return _unlike_first(config, dict(enumerate(identities)), rule, fix)
 
@@ -252,28 +255,29 @@ def check_length(config: RunConfig, datasets: Sequence[TokenDataset]) -> list[Pr
     """Check that every source has a sample, and the mixture at least one global batch."""
     length = config.batch.sequence_length
     chunk_length = config.data.chunk_length or length
-    tokens = [dataset.table.num_tokens("train") for dataset in datasets]
-    samples = [count_samples(config, dataset, "train") for dataset in datasets]
+    num_tokens = [dataset.table.num_tokens("train") for dataset in datasets]
+    num_samples = [count_samples(config, dataset, "train") for dataset in datasets]
     key, value = ("data.path", config.data.path) if config.data.path else ("data.sources", None)
     problems = []
     # A step takes a global batch of the mixture, and every source must contribute.
-    if sum(samples) < config.batch.samples_per_step:
+    if sum(num_samples) < config.batch.samples_per_step:
         problems.append(
             Problem(
                 key,
                 value,
-                f"too short for one global batch: {sum(tokens)} training tokens are {sum(samples)} "
-                f"samples of {length} tokens, one step takes {config.batch.samples_per_step}",
+                f"too short for one global batch: {sum(num_tokens)} training tokens are "
+                f"{sum(num_samples)} samples of {length} tokens, one step takes "
+                f"{config.batch.samples_per_step}",
                 "tokenize more text, or set a smaller batch",
             )
         )
     for number, dataset in enumerate(datasets):
-        if not samples[number] and len(datasets) > 1:
+        if not num_samples[number] and len(datasets) > 1:
             problems.append(
                 _problem(
                     config,
                     number,
-                    f"has {tokens[number]} training tokens, too few for one sample of "
+                    f"has {num_tokens[number]} training tokens, too few for one sample of "
                     f"{chunk_length} + 1",
                     "remove it, tokenize more text, or set a smaller "
                     + ("batch.sequence_length" if chunk_length == length else "data.chunk_length"),
@@ -360,11 +364,14 @@ def check_answers(config: RunConfig, datasets: Sequence[TokenDataset]) -> Findin
     """Check that every answer fits a row, and note whether training answers are truncated or all
     are short. Reads the index of every shard."""
     findings = Findings()
-    for number, dataset in enumerate(datasets if config.objective.kind.rows else ()):
+    if not config.objective.kind.rows:
+        return findings
+    for number, dataset in enumerate(datasets):
         for split in dataset.table.splits:
             try:
                 answers = open_answers(config, dataset, split)
             except TooFewAnswersError as error:
+                # The text of an error is its rule, an arrow and its fix.
                 rule, _, remedy = f"the {split.replace('_', '-')} split: {error}".partition(" -> ")
                 fix = remedy if split == "train" else _HELD_OUT_REMEDY
                 findings.problems.append(_problem(config, number, rule, fix))

@@ -9,6 +9,7 @@ from bigtrain.data.loading.dataset_checks import count_samples, ignored_weights,
 from bigtrain.data.shards.dataset import Level, TokenDataset, open_dataset
 from bigtrain.data.shards.manifest import Split
 from bigtrain.errors import DataError, Problem
+from bigtrain.objectives.rows import Refusal
 from bigtrain.objectives.section import ROWS
 from bigtrain.settings.run_config import RunConfig
 
@@ -19,29 +20,27 @@ def open_held_out_datasets(
     """Return the sets of ``evaluation.held_out``, in its order, and a problem for each set that
     cannot be measured in this run: a set that cannot be opened, has a different tokenizer than the
     training data (`datasets`), is too short, or has conversations that would see each other."""
-    datasets_found, problems = [], []
+    held_out_sets, problems = [], []
     for number, held_out_set in enumerate(config.evaluation.held_out):
         key = f"evaluation.held_out.{number}.path"
         try:
             dataset = open_dataset(held_out_set.path, check)
-            problem = _unfit(config, dataset, datasets[0])
+            refusal = _unfit(config, dataset, datasets[0])
         except DataError as error:
             problems.append(Problem(key, held_out_set.path, str(error)))
             continue
-        if problem is not None:
-            problems.append(Problem(key, held_out_set.path, *problem))
-        datasets_found.append(dataset)
-    return (() if problems else tuple(datasets_found)), problems
+        if refusal is not None:
+            problems.append(Problem(key, held_out_set.path, *refusal))
+        held_out_sets.append(dataset)
+    return (() if problems else tuple(held_out_sets)), problems
 
 
-def _unfit(
-    config: RunConfig, dataset: TokenDataset, training: TokenDataset
-) -> tuple[str, str] | None:
+def _unfit(config: RunConfig, dataset: TokenDataset, training: TokenDataset) -> Refusal | None:
     """Return why `dataset` cannot be measured, and the fix; None if it can."""
-    # Token ids and losses must mean the same as in the training data.
+    # Token ids and losses must have the meaning that they have in the training data.
     tokenizer, expected = dataset.table.tokenizer, training.table.tokenizer
     if (tokenizer.hash, tokenizer.vocab_size) != (expected.hash, expected.vocab_size):
-        return (
+        return Refusal(
             f"was made with a different tokenizer ({tokenizer.name}, {tokenizer.vocab_size} "
             f"tokens) than the training data ({expected.name}, {expected.vocab_size} tokens)",
             "tokenize it with the tokenizer of the training data",
@@ -50,24 +49,25 @@ def _unfit(
     ignored = ignored_weights(config) if dataset.table.is_weighted else None
     if ignored is not None:
         rule = f"has weights of losses, which {ignored.key}={ignored.value} ignores"
-        return rule, ignored.remedy
+        return Refusal(rule, ignored.remedy)
     # Objectives of answers measure rows of their format, and next_token plain documents.
     if rows := config.objective.kind.rows:
         if dataset.table.rows != rows.name:
-            return rows.missing.rule.format(config.objective.type), ""
+            return Refusal(rows.missing.rule.format(config.objective.type), "")
         if dataset.table.labels != training.table.labels:
-            return "has other labels than the training data", "tokenize it with the same --labels"
+            rule = "has other labels than the training data"
+            return Refusal(rule, "tokenize it with the same --labels")
         try:
             open_answers(config, dataset, split)
         except DataError as error:
-            return f"{error}", ""
+            return Refusal(str(error), "")
         return None
     if dataset.table.rows is not None:
         return ROWS[dataset.table.rows].for_next_token
     if dataset.table.is_masked and not config.data.is_each_document_separate:
-        return "has conversations, which would see each other", "data.packing=best_fit"
+        return Refusal("has conversations, which would see each other", "data.packing=best_fit")
     if not count_samples(config, dataset, split):
-        return (
+        return Refusal(
             f"has {dataset.table.num_tokens(split)} tokens to measure, too few for one sample of "
             f"{config.batch.sequence_length} + 1",
             "remove it, tokenize more text, or set a smaller batch.sequence_length",
@@ -107,22 +107,20 @@ def check_best(
         )
         return [Problem("evaluation.best.metric", section.metric, rule, "held_out_loss")]
     # Held-out documents are in the sources of the mixture or in additional sets.
-    key, value = (
-        ("checkpoint.keep_best", config.checkpoint.keep_best)
-        if config.checkpoint.keep_best
-        else ("evaluation.early_stopping", None)
-    )
-    off = f"{key}=0" if config.checkpoint.keep_best else f"{key}=null"
-    named = dict(zip(config.data.names, datasets, strict=True))
-    measured = {name: dataset for name, dataset in named.items() if dataset.shards("held_out")}
+    by_name = dict(zip(config.data.names, datasets, strict=True))
+    measured = {name: dataset for name, dataset in by_name.items() if dataset.shards("held_out")}
     names = [held_out_set.name for held_out_set in config.evaluation.held_out]
     measured |= dict(zip(names, sets, strict=True))
     if not measured or (metric.set_name is not None and metric.set_name not in measured):
         owner = "the data has" if metric.set_name is None else f"{metric.set_name} has"
         rule = f"{owner} no held-out documents to select the best checkpoint"
-        fix = f"make shards with `bigtrain tokenize --held-out`, or set {off}"
-        return [Problem(key, value, rule, fix)]
-    set_names = [metric.set_name] if metric.set_name else measured
+        fix = "make shards with `bigtrain tokenize --held-out`, or set "
+        if config.checkpoint.keep_best:
+            key, kept = "checkpoint.keep_best", config.checkpoint.keep_best
+            return [Problem(key, kept, rule, f"{fix}{key}=0")]
+        key = "evaluation.early_stopping"
+        return [Problem(key, None, rule, f"{fix}{key}=null")]
+    set_names = [metric.set_name] if metric.set_name else [*measured]
     names_without_bytes = [
         name
         for name in set_names

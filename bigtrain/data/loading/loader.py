@@ -87,9 +87,9 @@ class TrainingBatches:
         readers = [BatchReader(dataset, options) for _ in range(workers)]
         self._workers = [_Worker(partial(self._read, reader)) for reader in readers]
         self._next_worker = cycle(self._workers)
-        # First sample and rows of the current request that are not returned yet.
+        # First sample of the next step and its rows, if the current request has them.
         self._ready: tuple[int, StoredRows] | None = None
-        # Buffer of the current request.
+        # Buffer of the current request, which `_ready` is a part of.
         self._returned_rows: StoredRows | None = None
         # Requests that workers read ahead, in order; and free buffers.
         self._ahead: deque[tuple[_Request, _Worker]] = deque()
@@ -105,21 +105,22 @@ class TrainingBatches:
             rows = self._wait(first_sample)
         else:
             rows = self._ready[1]
-        step = self._collator.collate(rows.part(0, self._step_rows))
+        step_batch = self._collator.collate(rows.part(0, self._step_rows))
         remaining_rows = rows.part(self._step_rows, len(rows.tokens))
-        following = first_sample + self.plan.global_batch_size
-        self._ready = (following, remaining_rows) if len(remaining_rows.tokens) else None
-        parts = step.split(self.plan.micro_batch_size)
+        next_sample = first_sample + self.plan.global_batch_size
+        self._ready = (next_sample, remaining_rows) if len(remaining_rows.tokens) else None
+        micro_batches = step_batch.split(self.plan.micro_batch_size)
         if self.scores is None and self._labels is None and self.teacher is None:
-            return [_as_model_input(part, self.plan) for part in parts]
+            return [_as_model_input(micro_batch, self.plan) for micro_batch in micro_batches]
         # Scores, labels and teacher are stored by sample number.
         with self._order_lock:
             samples = self._rank_samples(first_sample, 1)
         batches = []
-        for part, part_samples in zip(parts, samples.reshape(len(parts), -1), strict=True):
-            batch = _as_model_input(part, self.plan, part_samples, self.scores, self._labels)
+        by_batch = samples.reshape(len(micro_batches), -1)
+        for micro_batch, numbers in zip(micro_batches, by_batch, strict=True):
+            batch = _as_model_input(micro_batch, self.plan, numbers, self.scores, self._labels)
             if self.teacher is not None:
-                values, ids = map(torch.from_numpy, self.teacher.rows(part_samples))
+                values, ids = map(torch.from_numpy, self.teacher.rows(numbers))
                 batch = replace(batch, tokens=None, teacher_values=values, teacher_ids=ids)
             batches.append(batch)
         return batches
@@ -131,6 +132,7 @@ class TrainingBatches:
         steps = samples.reshape(num_steps, plan.global_batch_size)
         site_samples = steps[:, plan.site_begin : plan.site_begin + plan.site_batch_size]
         if self._balances:
+            # Every step is divided by the attention of its samples, which each source computes.
             assert isinstance(self.dataset, MixedSamples)
             flat_work = np.empty(site_samples.size)
             for number, indices, packed_samples in self.dataset.by_source(site_samples.reshape(-1)):
@@ -139,8 +141,9 @@ class TrainingBatches:
                 flat_work[indices] = packed.attention_work(packed_samples)
             work = flat_work.reshape(site_samples.shape)
             site_samples = balanced(site_samples, work, plan.data_size, plan.micro_batch_size)
-        divided = site_samples.reshape(-1, plan.data_size, plan.micro_batch_size)
-        return divided[:, self.data_rank].reshape(-1)
+        # The samples of a step are in the order micro-step, rank, row.
+        by_rank = site_samples.reshape(-1, plan.data_size, plan.micro_batch_size)
+        return by_rank[:, self.data_rank].reshape(-1)
 
     def restart(self, position: StreamPosition | None) -> None:
         """Continue a stream at `position`, for a `step` that does not follow the last step."""
@@ -166,10 +169,10 @@ class TrainingBatches:
             self._read_ahead(first_sample, num_steps=1)  # one step, since the caller waits
         # Keep every thread busy while the caller waits for the oldest request.
         request, worker = self._ahead.popleft()
-        last = self._ahead[-1][0] if self._ahead else request
+        latest = self._ahead[-1][0] if self._ahead else request
         while len(self._ahead) < len(self._workers):
-            following = last.first_sample + last.num_steps * self.plan.global_batch_size
-            last = self._read_ahead(following, self._steps_at_once)
+            next_sample = latest.first_sample + latest.num_steps * self.plan.global_batch_size
+            latest = self._read_ahead(next_sample, self._steps_at_once)
         error = worker.results.get()
         self._returned_rows = request.rows
         if error is not None:
@@ -184,6 +187,7 @@ class TrainingBatches:
             worker.thread.join()
 
     def _read_ahead(self, first_sample: int, num_steps: int) -> _Request:
+        """Give the next worker a request, and list it."""
         worker = next(self._next_worker)
         rows = (
             self._spare.pop()
@@ -216,19 +220,20 @@ def _as_model_input(
     by sample number, if the objective reads them."""
     if plan.rows_per_sample == 2:
         batch = batch.of_pairs()
-    count = len(batch.input_ids)
+    num_rows = len(batch.input_ids)
     if samples is not None and scores is not None:
-        sums = np.zeros((count // scores.shape[1], scores.shape[1]), np.float32)
-        sums[: len(samples)] = scores[samples]
-        batch = replace(batch, reference=torch.from_numpy(sums.reshape(-1)))
+        row_scores = np.zeros((num_rows // scores.shape[1], scores.shape[1]), np.float32)
+        row_scores[: len(samples)] = scores[samples]
+        batch = replace(batch, reference=torch.from_numpy(row_scores.reshape(-1)))
+    # Samples of one row have classes; rated answers, with a mismatched row each, have ratings.
     if samples is not None and labels is not None and plan.rows_per_sample == 1:
-        classes = np.zeros(count, np.int64)
+        classes = np.zeros(num_rows, np.int64)
         classes[: len(samples)] = labels[samples]
         batch = replace(batch, classes=torch.from_numpy(classes))
     elif samples is not None and labels is not None:
-        desirable = np.zeros((count // 2, 2), np.bool_)
-        desirable[: len(samples)] = labels[samples, None]
-        batch = replace(batch, desirable=torch.from_numpy(desirable.reshape(-1)))
+        is_desirable = np.zeros((num_rows // 2, 2), np.bool_)
+        is_desirable[: len(samples)] = labels[samples, None]
+        batch = replace(batch, desirable=torch.from_numpy(is_desirable.reshape(-1)))
     return batch
 
 
@@ -287,12 +292,12 @@ class HeldOutBatches:
         order = SampleOrder(self.dataset.num_samples, HELD_OUT_ORDER_SEED)
         reader = BatchReader(self.dataset, self.options)
         labels = labels_of(self.dataset)
-        for number in range(len(self)):
-            first = (number * plan.data_size + self.data_rank) * plan.micro_batch_size
-            count = max(0, min(plan.micro_batch_size, self.num_samples - first))
-            numbers = order.windows(first, count)
-            batch = reader.read(numbers, plan.micro_batch_size)
-            yield _as_model_input(batch, plan, numbers, self.scores, labels)
+        for batch_number in range(len(self)):
+            first = (batch_number * plan.data_size + self.data_rank) * plan.micro_batch_size
+            num_samples = max(0, min(plan.micro_batch_size, self.num_samples - first))
+            sample_numbers = order.windows(first, num_samples)
+            batch = reader.read(sample_numbers, plan.micro_batch_size)
+            yield _as_model_input(batch, plan, sample_numbers, self.scores, labels)
 
 
 @dataclass(frozen=True)
@@ -310,6 +315,7 @@ class HeldOutSource:
 def _opened(
     config: RunConfig, datasets: Sequence[TokenDataset] | None, phase: Phase | None
 ) -> tuple[Sequence[TokenDataset], Phase]:
+    """Return the datasets of the mixture and the phase, both made if they are None."""
     if datasets is None:
         datasets = [with_source(config, dataset) for dataset in open_sources(config.data)]
     return datasets, phase or first_phase(config, identify_sources(config, datasets))
@@ -332,12 +338,12 @@ def open_training_data(
     datasets, phase = _opened(config, datasets, phase)
     assert phase.sequence_length == plan.sequence_length
     options = _options(config, datasets, device_pin)
-    # A stream of the user has an order; the sources of a mixture are read in the phase's.
+    # A stream of the user is read in its sequence, a mixture in the order of the phase.
     if isinstance(datasets[0], StreamDataset):
         stream = PositionedSamples(datasets[0].train, plan.global_batch_size, position)
         return TrainingBatches(stream, plan, data_rank, StreamOrder(), options)
     sources: list[Samples] = []
-    for source, dataset in zip(phase.read, datasets, strict=True):
+    for source, dataset in zip(phase.read_sources, datasets, strict=True):
         samples = _samples(config, dataset, "train", plan.sequence_length, phase.chunk_length)
         if phase.num_joined(source):
             assert source.rest is not None
@@ -391,7 +397,9 @@ def open_held_out(
             ),
             tokens_per_byte(dataset, "held_out"),
         )
-        for name, source, dataset in zip(config.data.names, phase.read, datasets, strict=True)
+        for name, source, dataset in zip(
+            config.data.names, phase.read_sources, datasets, strict=True
+        )
         if dataset.table.num_tokens("held_out")
     ]
 
@@ -426,6 +434,7 @@ def _samples(
     sequence_length: int,
     chunk_length: int | None = None,
 ) -> Samples:
+    """Return the samples of a split as the run reads them. Raise DataError that names the split."""
     try:
         if split == "train" and isinstance(dataset, SourceDataset):
             return dataset.train
@@ -437,8 +446,8 @@ def _samples(
             return packed_documents(config, dataset, split)
         return PackedWindows(split_stream(dataset, split), sequence_length, chunk_length)
     except DataError as error:
-        name = {"train": "training", "held_out": "held-out"}[split]
-        raise DataError(f"the {name} split of {dataset.path}: {error}") from error
+        split_name = {"train": "training", "held_out": "held-out"}[split]
+        raise DataError(f"the {split_name} split of {dataset.path}: {error}") from error
 
 
 def _options(config: RunConfig, datasets: Sequence[TokenDataset], pin: bool) -> BatchOptions:

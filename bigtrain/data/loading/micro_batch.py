@@ -61,7 +61,7 @@ class MicroBatch:
             return [self]
         if self.tokens is not None:
             return [MicroBatch.of_tokens(part) for part in self.tokens.split(rows)]
-        parts = zip(
+        parts = zip(  # not strict: `repeat` has no end
             self.input_ids.split(rows),
             self.labels.split(rows),
             *(repeat(None) if tensor is None else tensor.split(rows) for tensor in self._optional),
@@ -75,7 +75,7 @@ class MicroBatch:
 
     @property
     def _optional(self) -> tuple[torch.Tensor | None, ...]:
-        """Fields after `labels`, of rows that also have tokens without loss."""
+        """Fields after `labels`, in their order, of a micro-batch without `tokens`."""
         rows = self.reference, self.desirable, self.classes
         teacher = self.teacher_values, self.teacher_ids
         return self.position_ids, None, *rows, *teacher, self.weights

@@ -70,9 +70,10 @@ def wanted_splits(
     datasets: Sequence[TokenDataset], held_out_sets: Sequence[TokenDataset]
 ) -> list[tuple[TokenDataset, list[Split]]]:
     """Return each dataset that a run reads once, and its splits that are read."""
-    every: list[tuple[TokenDataset, Split]] = [(dataset, "train") for dataset in datasets]
+    training_splits: list[tuple[TokenDataset, Split]] = [(dataset, "train") for dataset in datasets]
+    # Two paths with equal tokens are one dataset.
     splits_by_hash: dict[str, tuple[TokenDataset, list[Split]]] = {}
-    for dataset, split in [*every, *measured_splits(datasets, held_out_sets)]:
+    for dataset, split in [*training_splits, *measured_splits(datasets, held_out_sets)]:
         _, dataset_splits = splits_by_hash.setdefault(identity_of(dataset).hash, (dataset, []))
         if split not in dataset_splits:
             dataset_splits.append(split)
@@ -86,23 +87,23 @@ def check_reference_scores(
     ``objective.teacher``. The reference model is compared when the run begins, since that reads the
     weights."""
     objective = config.objective
-    distills = objective.teacher is not None
-    reads_named = objective.kind.reads_scores(config) and objective.reference is not None
-    if not distills and not reads_named:
+    has_teacher = objective.teacher is not None
+    reads_reference = objective.kind.reads_scores(config) and objective.reference is not None
+    if not has_teacher and not reads_reference:
         return []
     problems: list[Problem] = []
     for dataset, splits in wanted_splits(datasets, held_out_sets):
         try:  # they raise ConfigError if no stored scores fit
-            if distills and "train" in splits:
+            if has_teacher and "train" in splits:
                 teacher_of(config, dataset)
-            elif not distills:
+            elif not has_teacher:
                 reference_of(config, dataset, splits)
         except ConfigError as error:
             problems += error.problems
-    if distills and not problems:
-        sizes = [teacher_of(config, dataset).request.top_k for dataset in datasets]
-        if len(set(sizes)) > 1:
-            rule = f"has {', '.join(map(str, sizes))} tokens for the sources of data.sources"
+    if has_teacher and not problems:
+        top_ks = [teacher_of(config, dataset).request.top_k for dataset in datasets]
+        if len(set(top_ks)) > 1:
+            rule = f"has {', '.join(map(str, top_ks))} tokens for the sources of data.sources"
             remedy = "score all with the same --top-k"
             problems.append(Problem("objective.teacher", config.objective.teacher, rule, remedy))
     return problems
@@ -130,6 +131,8 @@ def teacher_of(config: RunConfig, dataset: TokenDataset) -> Scores:
 def _fitting(
     config: RunConfig, key: str, name: str, dataset: TokenDataset, splits: Sequence[Split]
 ) -> Scores:
+    """Return the scores of `dataset` in the directory `name`, the value of setting `key`. Raise
+    ConfigError as `reference_of`."""
     # The directory has scores of this dataset, for all splits that the run reads.
     rows = config.objective.kind.rows
     has_mismatched = rows is not None and rows.has_mismatched
@@ -140,6 +143,7 @@ def _fitting(
             if has_mismatched:
                 scores.mismatched_sums(split)
     except DataError as error:
+        # The text of the error is its rule, an arrow and its fix.
         raise ConfigError(Problem(key, name, *str(error).split(" -> ", 1))) from error
     length = config.batch.sequence_length
     if has_mismatched and scores.request.sequence_length != length:
@@ -151,8 +155,8 @@ def _fitting(
     if longest <= min(length, scores.request.sequence_length) + 1:
         return scores
     run_request = request_of(config, scores.request.model, dataset)
-    keys = "sequence_length:", "long_documents:"
-    changes = [text for text in differences(scores.request, run_request) if text.startswith(keys)]
+    texts = differences(scores.request, run_request)  # "field: values"
+    changes = [text for text in texts if text.startswith(("sequence_length:", "long_documents:"))]
     if not changes:
         return scores
     rule = f"its longest document has {longest} tokens, and was divided: {'; '.join(changes)}"

@@ -24,7 +24,7 @@ class TeacherRows:
 
     def __init__(self, samples: MixedSamples, scores: Sequence[Scores]) -> None:
         self._samples = samples
-        (self._k,) = {source_scores.request.top_k for source_scores in scores}
+        (self._k,) = {source_scores.request.top_k for source_scores in scores}  # equal for all
         self._parts = [_Parts.of(source_scores) for source_scores in scores]
 
     def rows(self, samples: Indices) -> TopK:
@@ -62,11 +62,11 @@ class _Parts:
 
     def at(self, positions: Indices) -> TopK:
         """Return the teacher's tokens at `positions` of the stream, [tokens, k]."""
-        numbers = np.searchsorted(self.ends, positions, side="right")
+        part_numbers = np.searchsorted(self.ends, positions, side="right")
         shape = (len(positions), self.values[0].shape[-1])
         values, ids = np.empty(shape, np.float32), np.empty(shape, np.int64)
-        for number in np.unique(numbers).tolist():
-            indices = np.flatnonzero(numbers == number)
-            offsets = positions[indices] - (self.ends[number - 1] if number else 0)
-            values[indices], ids[indices] = self.values[number][offsets], self.ids[number][offsets]
+        for part in np.unique(part_numbers).tolist():
+            indices = np.flatnonzero(part_numbers == part)
+            offsets = positions[indices] - (self.ends[part - 1] if part else 0)
+            values[indices], ids[indices] = self.values[part][offsets], self.ids[part][offsets]
         return values, ids

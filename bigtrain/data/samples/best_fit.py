@@ -86,20 +86,21 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
     gets as many as fit, with the result of placing them one by one."""
     num_items = len(lengths)
     assert not num_items or 1 <= lengths.min() <= lengths.max() <= capacity
-    packs_with: dict[int, list[int]] = {}  # by free space
+    packs_with: dict[int, list[int]] = {}  # packs by their room, the space that is free
     rooms: list[int] = []  # keys of `packs_with`, ascending
     placed: list[int] = []  # packs of the items by decreasing length
     num_packs = 0
 
     def add_room(packs: list[int], room: int) -> None:
+        """List `packs` by their room, unless they are full."""
         if not room:
             return
-        same_room_packs = packs_with.get(room)
-        if same_room_packs is None:
+        packs_of_room = packs_with.get(room)
+        if packs_of_room is None:
             packs_with[room] = packs
             insort(rooms, room)
         else:
-            same_room_packs += packs
+            packs_of_room += packs
 
     counts = np.bincount(lengths, minlength=1)
     for length in np.flatnonzero(counts)[::-1].tolist():
@@ -107,10 +108,11 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
         while remaining:
             # Take the fullest packs with space for an item, or new packs if none has space.
             room_index = bisect_left(rooms, length)
-            room = rooms[room_index] if room_index < len(rooms) else capacity
+            has_space = room_index < len(rooms)
+            room = rooms[room_index] if has_space else capacity
             items_per_pack = room // length
             num_packs_needed = -(-remaining // items_per_pack)
-            if room_index < len(rooms):
+            if has_space:
                 available = packs_with[room]
                 filled_packs = available[-num_packs_needed:]
                 del available[-num_packs_needed:]
@@ -126,11 +128,11 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
                 continue
             # Every pack gets as many items as fit, and the last pack the remaining items.
             num_placed = min(remaining, len(filled_packs) * items_per_pack)
-            last = num_placed - (len(filled_packs) - 1) * items_per_pack
+            num_in_last = num_placed - (len(filled_packs) - 1) * items_per_pack
             placed += np.repeat(filled_packs, items_per_pack).tolist()[:num_placed]
             remaining -= num_placed
-            if last < items_per_pack:
-                add_room([filled_packs.pop()], room - last * length)
+            if num_in_last < items_per_pack:
+                add_room([filled_packs.pop()], room - num_in_last * length)
             if filled_packs:
                 add_room(filled_packs, room - items_per_pack * length)
     pack_of_item = np.empty(num_items, np.int64)
@@ -140,19 +142,19 @@ def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int
 
 def _blocks(pieces: Iterable[tuple[Integers, Integers]]) -> Iterator[tuple[Integers, Integers]]:
     """Yield `pieces` in blocks of `BLOCK_PIECES`."""
-    waiting: list[tuple[Integers, Integers]] = []
+    waiting: list[tuple[Integers, Integers]] = []  # starts and lengths of pieces
     count = 0
-    for part in pieces:
-        waiting.append(part)
-        count += len(part[0])
+    for starts_and_lengths in pieces:
+        waiting.append(starts_and_lengths)
+        count += len(starts_and_lengths[0])
         if count >= BLOCK_PIECES:
-            starts, lengths = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
+            starts, lengths = (np.concatenate(arrays) for arrays in zip(*waiting, strict=True))
             while len(starts) >= BLOCK_PIECES:
                 yield starts[:BLOCK_PIECES], lengths[:BLOCK_PIECES]
                 starts, lengths = starts[BLOCK_PIECES:], lengths[BLOCK_PIECES:]
             waiting, count = [(starts, lengths)], len(starts)
     if count:
-        starts, lengths = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
+        starts, lengths = (np.concatenate(arrays) for arrays in zip(*waiting, strict=True))
         yield starts, lengths
 
 
@@ -170,55 +172,55 @@ def _pieces(
             counts.documents += len(lengths)
             counts.tokens += int(lengths.sum())
             # Truncate documents that are longer than a sample, or count those to be split.
-            long = lengths > room
+            is_long = lengths > room
             if long_documents == "truncate":
-                counts.truncated_documents += int(long.sum())
-                counts.truncated_tokens += int((lengths[long] - room).sum())
+                counts.truncated_documents += int(is_long.sum())
+                counts.truncated_tokens += int((lengths[is_long] - room).sum())
                 lengths = np.minimum(lengths, room)
             else:
-                counts.cut_documents += int(long.sum())
-            short = lengths < 2
-            counts.dropped_pieces += int(short.sum())
-            counts.dropped_tokens += int(lengths[short].sum())
+                counts.cut_documents += int(is_long.sum())
+            is_short = lengths < 2
+            counts.dropped_pieces += int(is_short.sum())
+            counts.dropped_tokens += int(lengths[is_short].sum())
             # Split documents into pieces of at most `sequence_length` + 1 tokens. A piece begins
             # with the last token of the previous piece, so that each target is predicted once.
             num_pieces = np.maximum(lengths - 2, -1) // sequence_length + 1
-            document = np.repeat(np.arange(len(lengths)), num_pieces)
+            document_of_piece = np.repeat(np.arange(len(lengths)), num_pieces)
             first_pieces = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-            offsets = (np.arange(len(document)) - first_pieces) * sequence_length
-            starts = begins[document] + offsets
-            sizes = np.minimum(lengths[document] - offsets, room)
+            offsets = (np.arange(len(document_of_piece)) - first_pieces) * sequence_length
+            starts = begins[document_of_piece] + offsets
+            sizes = np.minimum(lengths[document_of_piece] - offsets, room)
             if shard.mask_path is not None:
                 # Drop pieces without a target. The first token of a piece is no target here: it is
                 # predicted in the previous piece, or not at all.
-                bounds = np.stack([starts + 1, starts + sizes], axis=1)
-                set_bits = _set_bits_before(shard.mask_bytes, bounds.reshape(-1))
-                learned = np.diff(set_bits)[::2] > 0
-                counts.dropped_pieces += int((~learned).sum())
-                counts.dropped_tokens += int(sizes[~learned].sum())
-                starts, sizes = starts[learned], sizes[learned]
+                target_bounds = np.stack([starts + 1, starts + sizes], axis=1)
+                set_bits = _set_bits_before(shard.mask_bytes, target_bounds.reshape(-1))
+                has_target = np.diff(set_bits)[::2] > 0
+                counts.dropped_pieces += int((~has_target).sum())
+                counts.dropped_tokens += int(sizes[~has_target].sum())
+                starts, sizes = starts[has_target], sizes[has_target]
             yield starts + shard_begin, sizes
         shard_begin += shard.num_tokens
 
 
 def _documents(shard: TokenShard) -> Iterator[tuple[Integers, Integers]]:
     """Yield first token and length of every document of `shard`, many at a time."""
-    item = shard.dtype.itemsize
+    token_bytes = shard.dtype.itemsize
     for low in range(0, shard.num_documents, READ_DOCUMENTS):
         sequences = shard.document_starts[low : low + READ_DOCUMENTS + 1].astype(np.int64)
         if (np.diff(sequences) < 0).any() or not (
             0 <= sequences[0] <= sequences[-1] <= shard.num_sequences
         ):
             raise shard.corrupt(f"documents from {low} on are out of order")
-        first, last = int(sequences[0]), int(sequences[-1])
-        pointers = shard.sequence_pointers[first : last + 1].astype(np.int64)
-        if last == shard.num_sequences:
+        first_sequence, end_sequence = int(sequences[0]), int(sequences[-1])
+        pointers = shard.sequence_pointers[first_sequence : end_sequence + 1].astype(np.int64)
+        if end_sequence == shard.num_sequences:
             pointers = np.append(pointers, shard.num_bytes)
         if (np.diff(pointers) < 0).any() or not (
             0 <= pointers[0] <= pointers[-1] <= shard.num_bytes
         ):
-            raise shard.corrupt(f"sequences {first} to {last} are out of order")
-        bounds = pointers[sequences - first] // item
+            raise shard.corrupt(f"sequences {first_sequence} to {end_sequence} are out of order")
+        bounds = pointers[sequences - first_sequence] // token_bytes
         yield bounds[:-1], np.diff(bounds)
 
 
@@ -226,23 +228,23 @@ def _set_bits_before(mask: npt.NDArray[np.uint8], positions: Integers) -> Intege
     """Return the number of set bits of `mask` before each of `positions`, which ascend, counted
     from the byte that contains the first position."""
     counts = np.empty(len(positions), np.int64)
-    before = 0
+    bits_before = 0
     low_byte = int(positions[0]) // 8 if len(positions) else 0
     num_counted = 0
     while num_counted < len(positions):
         part = mask[low_byte : low_byte + MASK_READ_BYTES]
         sums = np.zeros(len(part) + 1, np.int64)
         np.cumsum(np.bitwise_count(part), out=sums[1:])
-        high = int(np.searchsorted(positions, 8 * (low_byte + len(part)), side="left"))
+        num_covered = int(np.searchsorted(positions, 8 * (low_byte + len(part)), side="left"))
         if low_byte + len(part) >= len(mask):
-            high = len(positions)
-        bit_positions = positions[num_counted:high] - 8 * low_byte
+            num_covered = len(positions)
+        bit_positions = positions[num_counted:num_covered] - 8 * low_byte
         # Full bytes are in `sums`. Add the bits of the byte that contains a position; a position
         # after the last byte has none.
         byte = np.append(part, np.uint8(0))[bit_positions // 8]
         bits = np.bitwise_count(byte & ((1 << (bit_positions % 8)) - 1).astype(np.uint8))
-        counts[num_counted:high] = before + sums[bit_positions // 8] + bits
-        before += int(sums[-1])
+        counts[num_counted:num_covered] = bits_before + sums[bit_positions // 8] + bits
+        bits_before += int(sums[-1])
         low_byte += len(part)
-        num_counted = high
+        num_counted = num_covered
     return counts

@@ -44,13 +44,14 @@ class PaddedSamples(StreamSamples):
         starts, lengths = pieces.starts, pieces.lengths
         positions = rows[pieces.numbers] * (self.sequence_length + 1) + pieces.positions
         self.stream.read(starts, lengths, out.tokens.reshape(-1), positions)
-        flat = out.loss_mask.reshape(-1)
+        flat_mask = out.loss_mask.reshape(-1)
         if self.stream.is_masked and not self._is_complete:
-            self.stream.read_mask(starts, lengths, flat, positions)
+            self.stream.read_mask(starts, lengths, flat_mask, positions)
             return
-        shift = 1 if self._is_complete else 0  # the target of a position is after it
+        # Of complete documents every position is read, so the targets are one token later.
+        shift = 1 if self._is_complete else 0
         for position, length in zip(positions.tolist(), lengths.tolist(), strict=True):
-            flat[position + shift : position + shift + length] = True
+            flat_mask[position + shift : position + shift + length] = True
 
 
 class DocumentSamples(PaddedSamples):
@@ -77,10 +78,10 @@ class DocumentSamples(PaddedSamples):
         self.document_lengths, self.length_note = lengths, ""
         # Pieces overlap by one token, so that each has up to `sequence_length` targets.
         if longer == "divide":
-            counts = np.maximum(lengths > 0, -(-(lengths - 1) // sequence_length))
-            self.documents = np.repeat(np.arange(len(lengths)), counts)
-            firsts = np.repeat(np.cumsum(counts) - counts, counts)
-            self.offsets = (np.arange(len(self.documents)) - firsts) * sequence_length
+            num_pieces = np.maximum(lengths > 0, -(-(lengths - 1) // sequence_length))
+            self.documents = np.repeat(np.arange(len(lengths)), num_pieces)
+            first_pieces = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+            self.offsets = (np.arange(len(self.documents)) - first_pieces) * sequence_length
             remaining_lengths = lengths[self.documents] - self.offsets
             self.lengths = np.minimum(remaining_lengths, sequence_length + 1)
         else:
@@ -168,19 +169,18 @@ def fitted_lengths(
     is_complete: bool = False,
 ) -> tuple[Indices, str]:
     """Return the tokens of every document that fit a sample, and a line on what is lost, or on
-    rows that are mostly padding. Raises
-    DataError for documents that are longer and not truncated, or have no target after truncation.
-    `is_complete`: the model reads the last token too, which otherwise is only a target. A document
-    is then marked by as many targets as it has tokens."""
+    rows that are mostly padding. Raises DataError for documents that are longer and not truncated,
+    or have no target after truncation. `is_complete`: the model reads the last token too, which
+    otherwise is only a target. A document is then marked by as many targets as it has tokens."""
     num_labels_after = 0 if is_complete else 1  # the last label of a sample is not an input
     width = sequence_length + num_labels_after
-    longer = np.flatnonzero(lengths > width)
-    if not len(longer):
+    longer_documents = np.flatnonzero(lengths > width)
+    if not len(longer_documents):
         longest = int(lengths.max(initial=0)) - num_labels_after
         return lengths, shorter_rows(longest, sequence_length)
     if not truncates:
         raise DataError(
-            f"{len(longer)} of {len(lengths)} documents are longer than a "
+            f"{len(longer_documents)} of {len(lengths)} documents are longer than a "
             f"sample (the longest has {int(lengths.max())} tokens, batch.sequence_length = "
             f"{sequence_length} holds {width}) -> batch.sequence_length="
             f"{int(lengths.max()) - num_labels_after}, or data.long_documents=truncate"
@@ -189,14 +189,14 @@ def fitted_lengths(
     fitted = np.minimum(lengths, width)
     share = 1 - fitted.sum() / lengths.sum()
     length_note = (
-        f"{len(longer)} of {len(lengths)} answers are truncated, which loses {share:.2%} "
+        f"{len(longer_documents)} of {len(lengths)} answers are truncated, which loses {share:.2%} "
         "of the tokens"
     )
     if not stream.is_masked:  # every token is a target
         return fitted, length_note
     begins = np.cumsum(lengths) - lengths
     unanswered = []
-    for document in longer.tolist():
+    for document in longer_documents.tolist():
         mask = np.empty(width, np.bool_)
         document_index = np.array([document])
         stream.read_mask(begins[document_index], np.array([width]), mask, np.zeros(1, np.int64))
@@ -216,8 +216,8 @@ def fitted_lengths(
 def shorter_rows(longest: int, sequence_length: int) -> str:
     """Return a line on rows at least half of which is padding in every document; else an empty one.
     longest: tokens of the longest document that are inputs."""
-    step = 64 if longest > 64 else 8
-    shorter_length = max(step, -(-longest // step) * step)
+    rounding = 64 if longest > 64 else 8  # the shorter length is a multiple of it
+    shorter_length = max(rounding, -(-longest // rounding) * rounding)
     if shorter_length > sequence_length // 2:
         return ""
     return (

@@ -28,27 +28,29 @@ from bigtrain.errors import DataError
 from bigtrain.objectives.section import documents_per_row
 from bigtrain.system.files import new_directory
 
-Kept = npt.NDArray[np.bool_]
+Selected = npt.NDArray[np.bool_]
 _CHUNK_DOCUMENTS = 1 << 14
 
 
 def kept_documents(
     scores: Scores, dataset: TokenDataset, lowest: float, highest: float
-) -> dict[Split, Kept]:
+) -> dict[Split, Selected]:
     """Return which documents of every split have a perplexity from `lowest` to `highest`, bool
     [documents]. Documents without targets are excluded. A pair is included if both documents
     are within the limits."""
-    selections: dict[Split, Kept] = {}
-    size = documents_per_row(dataset.table.rows)
+    selections: dict[Split, Selected] = {}
+    documents_of_row = documents_per_row(dataset.table.rows)
     for split, values in scores.perplexities.items():
         is_in_limits = (values >= lowest) & (values <= highest)
-        selections[split] = np.repeat(is_in_limits.reshape(-1, size).all(1), size)
+        selections[split] = np.repeat(
+            is_in_limits.reshape(-1, documents_of_row).all(1), documents_of_row
+        )
     return selections
 
 
 def write_kept(
     dataset: TokenDataset,
-    selections: Mapping[Split, Kept],
+    selections: Mapping[Split, Selected],
     output: Path,
     record: PerplexityFilterRecord,
 ) -> dict[Split, tuple[ShardRecord, ...]]:
@@ -69,11 +71,11 @@ def write_kept(
             records: list[ShardRecord] = []
             num_documents = num_tokens = 0
             for shard in dataset.shards(split):
-                selected = is_selected[num_documents : num_documents + shard.num_documents]
-                if selected.any():
+                in_shard = is_selected[num_documents : num_documents + shard.num_documents]
+                if in_shard.any():
                     path = draft / f"{split}-{len(records):05d}"
                     shard_record = _write_shard(
-                        dataset, stream, shard, begin=num_tokens, is_selected=selected, path=path
+                        dataset, stream, shard, begin=num_tokens, is_selected=in_shard, path=path
                     )
                     records.append(shard_record)
                 num_documents += shard.num_documents
@@ -94,7 +96,7 @@ def _write_shard(
     shard: TokenShard,
     *,
     begin: int,
-    is_selected: Kept,
+    is_selected: Selected,
     path: Path,
 ) -> ShardRecord:
     """Write the selected documents of `shard`, which is at token `begin` of `stream`, as the shard

@@ -94,7 +94,7 @@ class MixtureOrder:
         # Consecutive steps read from one block, and numpy does more in one call.
         self._blocks = lru_cache(maxsize=2)(self._windows_of_blocks)
         # Samples of every source before a block; a block's end is the next one's start.
-        self._before = lru_cache(maxsize=2)(
+        self._counts_before = lru_cache(maxsize=2)(
             lambda block: apportion(self.weights, block * BLOCK_SAMPLES)
         )
 
@@ -117,31 +117,32 @@ class MixtureOrder:
         block, offset = divmod(sample - self.first_sample, BLOCK_SAMPLES)
         if len(self._orders) == 1:
             return [sample - self.first_sample]
-        counts = list(self._before(block))
+        counts = list(self._counts_before(block))
         for number, positions in enumerate(self._positions(block)):
             counts[number] += int((positions < offset).sum())
         return counts
 
     def _windows_of_blocks(self, number: int) -> Indices:
         """Return the windows of `BLOCKS_AT_ONCE` blocks from ``number * BLOCKS_AT_ONCE`` on."""
-        first, size = number * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE * BLOCK_SAMPLES
+        first_block, size = number * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE * BLOCK_SAMPLES
         if len(self._orders) == 1:
-            return self._orders[0].windows(first * BLOCK_SAMPLES, size)
-        before = self._before(first)
-        blocks = [self._positions(first + k) for k in range(BLOCKS_AT_ONCE)]
+            return self._orders[0].windows(first_block * BLOCK_SAMPLES, size)
+        counts_before = self._counts_before(first_block)
+        blocks = [self._positions(first_block + offset) for offset in range(BLOCKS_AT_ONCE)]
         windows = np.empty(size, np.int64)
         for source, order in enumerate(self._orders):
-            parts = [block[source] + k * BLOCK_SAMPLES for k, block in enumerate(blocks)]
+            begins = range(0, size, BLOCK_SAMPLES)
+            parts = [begin + block[source] for begin, block in zip(begins, blocks, strict=True)]
             positions = np.concatenate(parts)
-            source_windows = order.windows(before[source], len(positions))
+            source_windows = order.windows(counts_before[source], len(positions))
             windows[positions] = source_windows + self._offsets[source]
         return windows
 
     def _positions(self, block: int) -> list[Indices]:
-        """Return the positions of every source in a block, ascending: its reading order."""
-        before, after = self._before(block), self._before(block + 1)
+        """Return, for every source, the ascending positions in a block that read it."""
+        counts_before, counts_after = self._counts_before(block), self._counts_before(block + 1)
         positions = shuffle_block(BLOCK_SAMPLES, self.seed, block, self.first_sample)
-        ends = np.cumsum(np.subtract(after, before))
+        ends = np.cumsum(np.subtract(counts_after, counts_before))
         return [np.sort(source_positions) for source_positions in np.split(positions, ends[:-1])]
 
 
@@ -152,32 +153,34 @@ def apportion(weights: Sequence[int], seats: int) -> list[int]:
     throughout."""
     total = sum(weights)
     # Rounded exact shares are a Webster apportionment of the sum of the rounded shares. Missing or
-    # excess seats are added or removed by the same rule, one at a time: a seat goes to the largest
+    # excess seats are added or removed by this rule, one at a time: a seat goes to the largest
     # weight / (2 * count + 1).
     counts = [(2 * seats * weight + total) // (2 * total) for weight in weights]
     missing = seats - sum(counts)
     if missing > 0:
-        queue = [
-            (-Fraction(w, 2 * c + 1), i)
-            for i, (w, c) in enumerate(zip(weights, counts, strict=True))
+        # A heap has its smallest entry first: the largest quotient negated, then the first number.
+        heap = [
+            (-Fraction(weight, 2 * count + 1), number)
+            for number, (weight, count) in enumerate(zip(weights, counts, strict=True))
         ]
-        heapq.heapify(queue)
+        heapq.heapify(heap)
         for _ in range(missing):
-            i = queue[0][1]
-            counts[i] += 1
-            heapq.heapreplace(queue, (-Fraction(weights[i], 2 * counts[i] + 1), i))
+            _, number = heap[0]
+            counts[number] += 1
+            heapq.heapreplace(heap, (-Fraction(weights[number], 2 * counts[number] + 1), number))
     elif missing < 0:
-        queue = [
-            (Fraction(w, 2 * c - 1), -i)
-            for i, (w, c) in enumerate(zip(weights, counts, strict=True))
-            if c
+        # The smallest quotient, then the last number.
+        heap = [
+            (Fraction(weight, 2 * count - 1), -number)
+            for number, (weight, count) in enumerate(zip(weights, counts, strict=True))
+            if count
         ]
-        heapq.heapify(queue)
+        heapq.heapify(heap)
         for _ in range(-missing):
-            i = -heapq.heappop(queue)[1]
-            counts[i] -= 1
-            if counts[i]:
-                heapq.heappush(queue, (Fraction(weights[i], 2 * counts[i] - 1), -i))
+            number = -heapq.heappop(heap)[1]
+            counts[number] -= 1
+            if counts[number]:
+                heapq.heappush(heap, (Fraction(weights[number], 2 * counts[number] - 1), -number))
     return counts
 
 
@@ -191,8 +194,8 @@ def integer_weights(sources: Sequence[SourceSection], sizes: Sequence[int]) -> l
         else Fraction(repr(source.epochs)) * size
         for source, size in zip(sources, sizes, strict=True)
     ]
-    common = math.lcm(*(share.denominator for share in shares))
-    integer_shares = [int(share * common) for share in shares]
+    common_denominator = math.lcm(*(share.denominator for share in shares))
+    integer_shares = [int(share * common_denominator) for share in shares]
     divisor = math.gcd(*integer_shares)
     return [weight // divisor for weight in integer_shares]
 
@@ -202,5 +205,5 @@ def labels_of(samples: Samples) -> npt.NDArray[np.uint8] | None:
     only rated and classified samples have."""
     sources = samples.sources if isinstance(samples, MixedSamples) else (samples,)
     labels = [getattr(source, "labels", None) for source in sources]
-    present = [part for part in labels if part is not None]
-    return np.concatenate(present) if len(present) == len(labels) else None
+    present_labels = [source_labels for source_labels in labels if source_labels is not None]
+    return np.concatenate(present_labels) if len(present_labels) == len(labels) else None

@@ -1,4 +1,5 @@
-"""Packing plans on disk: the pieces of documents in every sample, computed once. numpy only.
+"""Packing plans: the pieces of documents in every sample, computed once and stored; and the samples
+of complete documents that a plan determines. numpy only.
 
 A plan is a pure function of the dataset, so the file is a cache: if it is missing or its size does
 not match its header, it is recreated (`bigtrain.system.user_cache`). It is in ``DATASET/plans/``,
@@ -13,8 +14,6 @@ A file is, little-endian::
     int64    [P]  end of every pack in the pieces
     int64    [N]  first token of every piece in the stream
     int32    [N]  tokens of every piece
-
-Samples of complete documents, by a packing plan. numpy only.
 """
 
 from __future__ import annotations
@@ -76,6 +75,7 @@ class PackingPlan:
         return 1 - self.counts.packed_tokens / max(1, self.num_packs * (self.sequence_length + 1))
 
     def describe(self) -> str:
+        """Return the statistics, human-readable."""
         counts, tokens = self.counts, max(1, self.counts.tokens)
         parts = [
             f"{counts.documents:,} documents in {self.num_packs:,} samples",
@@ -107,14 +107,14 @@ def open_plan(
     Any number of processes may call it at once. `packs`: several documents share a sample. Raises
     DataError if an index is corrupt, and if no location has space for it."""
     # The file name covers all that the plan depends on: lengths, documents and masks.
-    packing = f"{sequence_length}:{long_documents}" + ("" if packs else ":none")
-    digest = xxhash.xxh3_64(packing.encode())
+    plan_settings = f"{sequence_length}:{long_documents}" + ("" if packs else ":none")
+    digest = xxhash.xxh3_64(plan_settings.encode())
     shards = dataset.table.splits.get(split)
     if shards is not None:
         masks = shards.hexadecimal("mask_xxh3") if shards.is_masked else [None] * len(shards)
         tokens, sums = shards.rows["tokens"].tolist(), shards.hexadecimal("index_xxh3")
-        for row in zip(tokens, sums, masks, strict=True):
-            digest.update("{}:{}:{}".format(*row).encode())
+        for num_tokens, index_xxh3, mask_xxh3 in zip(tokens, sums, masks, strict=True):
+            digest.update(f"{num_tokens}:{index_xxh3}:{mask_xxh3}".encode())
     name = f"{split}-{digest.hexdigest()}.plan"
 
     def read(path: Path) -> PackingPlan | None:
@@ -129,11 +129,12 @@ def open_plan(
         with ExitStack() as stack:
             # The sizes are known at the end only: each array is first written to a file.
             arrays = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+            row_ends, starts, lengths = arrays
             num_packs = num_pieces = 0
             for block in blocks:
-                arrays[0].write((block.row_ends + num_pieces).astype("<i8").tobytes())
-                arrays[1].write(block.starts.astype("<i8").tobytes())
-                arrays[2].write(block.lengths.astype("<i4").tobytes())
+                row_ends.write((block.row_ends + num_pieces).astype("<i8").tobytes())
+                starts.write(block.starts.astype("<i8").tobytes())
+                lengths.write(block.lengths.astype("<i4").tobytes())
                 num_packs += len(block.row_ends)
                 num_pieces += len(block.starts)
             file.write(HEADER.pack(MAGIC, num_packs, num_pieces, *astuple(counts)))
@@ -167,7 +168,7 @@ def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> Pac
     if len(header) < HEADER.size:
         return None
     magic, num_packs, num_pieces, *counts = HEADER.unpack(header)
-    if magic != MAGIC or size != HEADER.size + 8 * num_packs + 12 * num_pieces:
+    if magic != MAGIC or size != HEADER.size + 8 * num_packs + (8 + 4) * num_pieces:
         return None
 
     def array(dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
@@ -175,11 +176,11 @@ def _map(file: IO[bytes], sequence_length: int, path: Path | None = None) -> Pac
             return np.empty(0, dtype)
         return np.asarray(np.memmap(file, dtype, "r", offset, (count,)))
 
-    ends = HEADER.size + 8 * num_packs
+    pieces_offset = HEADER.size + 8 * num_packs
     return PackingPlan(
         array("<i8", HEADER.size, num_packs),
-        array("<i8", ends, num_pieces),
-        array("<i4", ends + 8 * num_pieces, num_pieces),
+        array("<i8", pieces_offset, num_pieces),
+        array("<i4", pieces_offset + 8 * num_pieces, num_pieces),
         PackingCounts(*counts),
         sequence_length,
         path,
@@ -199,8 +200,9 @@ class PackedDocuments(StreamSamples):
             return
         width = self.sequence_length + 1
         pieces = self._pieces(samples)
-        last = np.flatnonzero(np.diff(pieces.numbers, append=len(samples)))
-        row_lengths = pieces.positions[last] + pieces.lengths[last]
+        # The end of the last piece of every sample, which padding follows.
+        last_pieces = np.flatnonzero(np.diff(pieces.numbers, append=len(samples)))
+        row_lengths = pieces.positions[last_pieces] + pieces.lengths[last_pieces]
         if row_lengths.max() > width:
             raise self._corrupt()
         positions, loss_mask = self._read(pieces, rows, out)
@@ -225,25 +227,30 @@ class PackedDocuments(StreamSamples):
         pieces = self._pieces(samples)
         width = self.sequence_length + 1
         positions = np.full(len(samples) * width, -1)
-        count = int(pieces.lengths.sum())
-        offsets_in_piece = np.arange(count) - np.repeat(
-            np.cumsum(pieces.lengths) - pieces.lengths, pieces.lengths
-        )
-        row_positions = (
-            np.repeat(pieces.numbers * width + pieces.positions, pieces.lengths) + offsets_in_piece
-        )
-        positions[row_positions] = np.repeat(pieces.starts, pieces.lengths) + offsets_in_piece
+        num_tokens = int(pieces.lengths.sum())
+        # For every token of the pieces: its offset in the piece, and its index in `positions`.
+        piece_begins = np.cumsum(pieces.lengths) - pieces.lengths
+        offsets = np.arange(num_tokens) - np.repeat(piece_begins, pieces.lengths)
+        row_begins = pieces.numbers * width + pieces.positions
+        indices = np.repeat(row_begins, pieces.lengths) + offsets
+        positions[indices] = np.repeat(pieces.starts, pieces.lengths) + offsets
         return positions.reshape(len(samples), width)
 
     def _pieces(self, samples: Indices) -> Ranges:
+        """Return the pieces of `samples`. Raise DataError if the plan is inconsistent."""
         assert 0 <= samples.min() <= samples.max() < self.num_samples
+        # A sample consists of the pieces `low` to `high` of the plan, from the end of the previous
+        # sample on; sample 0 has none.
         plan = self.plan
         high = plan.row_ends[samples]
         low = np.where(samples > 0, plan.row_ends[samples - 1], 0)
         counts = high - low
         if counts.min() < 1 or low.min() < 0 or high.max() > len(plan.starts):
             raise self._corrupt()
-        pieces = np.repeat(high - np.cumsum(counts), counts) + np.arange(counts.sum())
+        # The numbers low, low + 1, ... of every sample: `arange` counts through all samples, so the
+        # pieces of earlier samples are subtracted.
+        num_earlier = np.cumsum(counts) - counts
+        pieces = np.repeat(low - num_earlier, counts) + np.arange(counts.sum())
         starts, lengths = plan.starts[pieces], plan.lengths[pieces].astype(np.int64)
         if (
             lengths.min() < 1
@@ -252,8 +259,9 @@ class PackedDocuments(StreamSamples):
         ):
             raise self._corrupt()
         numbers = np.repeat(np.arange(len(samples)), counts)
+        # The position of a piece in its row: the lengths of earlier pieces of the sample.
         begins = np.cumsum(lengths) - lengths
-        positions = begins - np.repeat(begins[np.cumsum(counts) - counts], counts)
+        positions = begins - np.repeat(begins[num_earlier], counts)
         return Ranges(numbers, starts, lengths, positions)
 
     def _corrupt(self) -> DataError:
@@ -268,7 +276,8 @@ def balanced(
     read in the order micro-step, rank, row (`bigtrain.settings.batch_plan.BatchPlan`): the largest
     come first, the samples of a micro-step are neighbors by work, and rows are dealt to the ranks
     forth and back."""
-    order = np.argsort(-work, axis=1, kind="stable")
+    order = np.argsort(-work, axis=1, kind="stable")  # the largest first
+    # [steps, micro-steps, rows, ranks]: every second row is dealt in the order of falling ranks.
     dealt = order.reshape(len(samples), -1, micro_batch_size, data_size).copy()
     dealt[:, :, 1::2] = dealt[:, :, 1::2, ::-1]
     sample_order = dealt.swapaxes(2, 3).reshape(samples.shape)

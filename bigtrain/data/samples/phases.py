@@ -62,19 +62,22 @@ class EpochRemainder:
         determine the order of the epoch (`bigtrain.data.samples.shuffle`)."""
         chunk_length, num_chunks = self.chunk_length, count_windows(num_tokens, self.chunk_length)
         begins = self.tokens_read + samples * sequence_length
-        # A sample has a piece in each chunk that it touches, chunks counted in permuted order.
-        first = begins // chunk_length
-        counts = (begins + sequence_length - 1) // chunk_length - first + 1
-        last = np.cumsum(counts) - 1
-        number = np.repeat(np.arange(len(samples)), counts)
-        chunks = np.arange(len(number)) + np.repeat(first - (last - counts + 1), counts)
-        low = np.maximum(begins[number], chunks * chunk_length)
-        high = np.minimum(begins[number] + sequence_length, (chunks + 1) * chunk_length)
+        # The chunks in permuted order form a stream, of which `begins`, `low` and `high` are token
+        # positions. A sample has a piece in every chunk that it touches.
+        first_chunk = begins // chunk_length
+        counts = (begins + sequence_length - 1) // chunk_length - first_chunk + 1
+        first_pieces = np.cumsum(counts) - counts
+        sample_of_piece = np.repeat(np.arange(len(samples)), counts)
+        # By piece: its sample, its chunk in permuted order, and its tokens `low` to `high`.
+        chunk = np.arange(len(sample_of_piece)) + np.repeat(first_chunk - first_pieces, counts)
+        sample_begins = begins[sample_of_piece]
+        low = np.maximum(sample_begins, chunk * chunk_length)
+        high = np.minimum(sample_begins + sequence_length, (chunk + 1) * chunk_length)
         lengths = high - low
-        lengths[last] += 1  # the last label of the sample
-        permuted = permute(chunks, num_chunks, seed, self.epoch, source)
-        starts = (permuted - chunks) * chunk_length + low
-        return Ranges(number, starts, lengths, low - begins[number])
+        lengths[first_pieces + counts - 1] += 1  # the last label of the sample
+        permuted = permute(chunk, num_chunks, seed, self.epoch, source)
+        starts = (permuted - chunk) * chunk_length + low
+        return Ranges(sample_of_piece, starts, lengths, low - sample_begins)
 
 
 class JoinedWindows(StreamSamples):
@@ -92,12 +95,13 @@ class JoinedWindows(StreamSamples):
         super().__init__(windows.stream, length, num_samples)
 
     def fill(self, samples: Indices, rows: Indices, out: TokenRows) -> None:
-        joined = samples >= self.windows.num_samples
-        self.windows.fill(samples[~joined], rows[~joined], out)
-        if not joined.any():
+        is_joined = samples >= self.windows.num_samples
+        self.windows.fill(samples[~is_joined], rows[~is_joined], out)
+        if not is_joined.any():
             return
-        pieces = self._pieces(samples[joined])
-        positions, loss_mask = self._read(pieces, rows[joined], out)
+        pieces = self._pieces(samples[is_joined])
+        positions, loss_mask = self._read(pieces, rows[is_joined], out)
+        # A piece after the first of its sample begins like a document.
         joints = positions[pieces.positions > 0]
         loss_mask[joints] = False
         if out.begins is not None:
@@ -139,7 +143,8 @@ class SourcePhase:
     def from_json(cls, tree: Mapping[str, Any]) -> SourcePhase:
         """Build from the output of `dataclasses.asdict`."""
         remainder = tree.get("rest")
-        return cls(**{**tree, "rest": remainder and EpochRemainder(**remainder)})
+        rest = None if remainder is None else EpochRemainder(**remainder)
+        return cls(**{**tree, "rest": rest})
 
 
 @dataclass(frozen=True)
@@ -158,10 +163,12 @@ class Phase:
         return self.chunk_length // self.sequence_length
 
     @property
-    def read(self) -> tuple[SourcePhase, ...]:
+    def read_sources(self) -> tuple[SourcePhase, ...]:
+        """Sources that this phase reads, in the order of the configuration."""
         return tuple(source for source in self.sources if source.weight)
 
     def order(self, seed: int) -> MixtureOrder:
+        """Return the order in which this phase reads its sources."""
         orders = [
             SampleOrder(
                 self.num_chunks(source) * self.windows_per_chunk,
@@ -171,9 +178,9 @@ class Phase:
                 start=source.start,
                 num_joined=self.num_joined(source),
             )
-            for source in self.read
+            for source in self.read_sources
         ]
-        weights = [source.weight for source in self.read]
+        weights = [source.weight for source in self.read_sources]
         return MixtureOrder(orders, weights, seed, self.first_sample)
 
     def num_chunks(self, source: SourcePhase) -> int:
@@ -186,10 +193,11 @@ class Phase:
         return source.rest.num_samples(source.num_tokens, self.sequence_length)
 
     def describe_rests(self) -> list[str]:
+        """Return a log line for each source that begins with the remainder of an epoch."""
         return [
             f"{source.path}: {self.num_joined(source)} samples are joined from pieces of "
             f"{source.rest.chunk_length} tokens until its epoch ends"
-            for source in self.read
+            for source in self.read_sources
             if source.rest is not None
         ]
 
@@ -197,12 +205,12 @@ class Phase:
         """Return this phase as if it began at the later `sample`."""
         counts = self.order(seed).counts(sample)
         sources = []
-        for source, count in zip(self.read, counts, strict=True):
+        for source, count in zip(self.read_sources, counts, strict=True):
             num_joined, remainder = self.num_joined(source), source.rest
             if remainder is not None and count < num_joined:
                 tokens_read = remainder.tokens_read + count * self.sequence_length
                 source = replace(source, rest=replace(remainder, tokens_read=tokens_read))
-            else:
+            else:  # the joined samples are read, and samples after `start`
                 source = replace(source, start=source.start + count - num_joined, rest=None)
             sources.append(source)
         sources += [source for source in self.sources if not source.weight]
@@ -222,7 +230,7 @@ def first_phase(
     `sequence_length`: for a run that began without phases and with a different sequence length."""
     length = sequence_length or config.batch.sequence_length
     chunk_length = length if sequence_length else config.data.chunk_length or length
-    read = _weighted(config.data.mixture, sources, length, chunk_length, ())
+    read = _with_weights(config.data.mixture, sources, length, chunk_length, ())
     return Phase(0, length, chunk_length, read)
 
 
@@ -236,16 +244,17 @@ def next_phase(
     # Other tokens at a known path are refused: their position would be unknown.
     read_hashes = {source.hash for source in last.sources}
     for source in sources:
-        previous = next((old for old in last.read if old.path == source.path), None)
+        previous = next((old for old in last.read_sources if old.path == source.path), None)
         if previous is None or source.hash in read_hashes:
             continue
         if config.data.samples is not None:
             name = config.data.samples.type
             file = "" if name == GIVEN else location(import_named("data.samples.type", name))
+            file_note = f" ({file})" if file else ""
             raise CheckpointError(
                 f"data.samples.type = {name!r} does not have the training tokens that this run has "
                 f"read: hash {previous.hash} there, {source.hash} now, of its first items, length "
-                f"and settings{file and f' ({file})'} -> restore the code, its settings and its "
+                f"and settings{file_note} -> restore the code, its settings and its "
                 "data; or begin another run: another output.directory"
             )
         raise CheckpointError(
@@ -255,18 +264,19 @@ def next_phase(
             "separate source in data.sources, with checkpoint.allow_changes=[data]"
         )
     # Convert the position of every source to chunks of the new phase, then add the new sources.
-    advanced = last.until(sample, config.seed)
+    last_now = last.until(sample, config.seed)
     default_chunk_length = last.chunk_length if last.chunk_length % length == 0 else length
-    following = Phase(sample, length, config.data.chunk_length or default_chunk_length, ())
-    former_sources = [_converted(source, advanced, following) for source in advanced.sources]
-    read = _weighted(config.data.mixture, sources, length, following.chunk_length, former_sources)
-    following = replace(following, sources=read)
-    return following if differences(last, following) else last
+    new_phase = Phase(sample, length, config.data.chunk_length or default_chunk_length, ())
+    former_sources = [_converted(source, last_now, new_phase) for source in last_now.sources]
+    mixture, chunk_length = config.data.mixture, new_phase.chunk_length
+    read = _with_weights(mixture, sources, length, chunk_length, former_sources)
+    new_phase = replace(new_phase, sources=read)
+    return new_phase if differences(last, new_phase) else last
 
 
 def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhase:
     """Convert a source of `last` at its position to a source of `following` with weight 0."""
-    windows = following.num_chunks(source) * following.windows_per_chunk
+    windows_per_epoch = following.num_chunks(source) * following.windows_per_chunk
     remainder, num_chunks = source.rest, last.num_chunks(source)
     # Equal chunks: the position in their order is converted.
     if remainder is None and following.chunk_length == last.chunk_length:
@@ -277,13 +287,14 @@ def _converted(source: SourcePhase, last: Phase, following: Phase) -> SourcePhas
     if remainder is None:
         chunks_read = convert_place(source.start, num_chunks, last.windows_per_chunk, 1)
         epoch, chunk = divmod(chunks_read, num_chunks)
-        if not chunk and windows:
-            return replace(source, weight=0, start=epoch * windows)
+        if not chunk and windows_per_epoch:
+            return replace(source, weight=0, start=epoch * windows_per_epoch)
         remainder = EpochRemainder(last.chunk_length, epoch, chunk * last.chunk_length)
-    return replace(source, weight=0, start=(remainder.epoch + 1) * windows, rest=remainder)
+    next_epoch = (remainder.epoch + 1) * windows_per_epoch
+    return replace(source, weight=0, start=next_epoch, rest=remainder)
 
 
-def _weighted(
+def _with_weights(
     mixture: Sequence[SourceSection],
     sources: Sequence[SourcePhase],
     sequence_length: int,
@@ -292,52 +303,49 @@ def _weighted(
 ) -> tuple[SourcePhase, ...]:
     """Return the `sources` of a phase with weights, then the `former_sources` that it does not
     read. A source continues at the position of a former source with equal tokens."""
-    windows = chunk_length // sequence_length
-    sizes = [count_windows(source.num_tokens, chunk_length) * windows for source in sources]
+    per_chunk = chunk_length // sequence_length
+    sizes = [count_windows(source.num_tokens, chunk_length) * per_chunk for source in sources]
     weights = integer_weights(mixture, sizes)
     unread_sources = list(former_sources)
     read = []
     for source, weight in zip(sources, weights, strict=True):
-        before = next((old for old in unread_sources if old.hash == source.hash), None)
-        if before is not None:
-            unread_sources.remove(before)
-            read.append(replace(before, path=source.path, weight=weight))
+        former = next((old for old in unread_sources if old.hash == source.hash), None)
+        if former is not None:
+            unread_sources.remove(former)
+            read.append(replace(former, path=source.path, weight=weight))
         else:
-            number = len(former_sources) + sum(new.number >= len(former_sources) for new in read)
+            # Former sources keep their numbers: new sources are numbered after them.
+            num_former = len(former_sources)
+            number = num_former + sum(earlier.number >= num_former for earlier in read)
             read.append(replace(source, number=number, weight=weight))
     return (*read, *unread_sources)
 
 
-def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
+def differences(before: Phase, after: Phase) -> list[tuple[str, str]]:
     """Return the differences between two phases, each with its configuration key."""
     changes = []
     # Lengths: another sequence length changes the chunks, too, and is the cause.
-    if before.sequence_length != now.sequence_length:
-        text = f"{before.sequence_length} there, {now.sequence_length} now"
+    if before.sequence_length != after.sequence_length:
+        text = f"{before.sequence_length} there, {after.sequence_length} now"
         changes.append(("batch.sequence_length", text))
-    elif before.chunk_length != now.chunk_length:
-        text = f"{before.chunk_length} there, {now.chunk_length} now"
+    elif before.chunk_length != after.chunk_length:
+        text = f"{before.chunk_length} there, {after.chunk_length} now"
         changes.append(("data.chunk_length", text))
     # Sources, by their tokens: a source may have another path now.
-    sources_before = {source.hash: source for source in before.read}
-    hashes_now = {source.hash for source in now.read}
+    read_before, read_after = before.read_sources, after.read_sources
+    by_hash = {source.hash: source for source in read_before}
+    hashes_after = {source.hash for source in read_after}
     key = "data.sources"
-    changes += [
-        (key, f"{source.path} is new") for source in now.read if source.hash not in sources_before
-    ]
-    changes += [
-        (key, f"{source.path} is removed")
-        for source in before.read
-        if source.hash not in hashes_now
-    ]
+    changes += [(key, f"{s.path} is new") for s in read_after if s.hash not in by_hash]
+    changes += [(key, f"{s.path} is removed") for s in read_before if s.hash not in hashes_after]
     # Shares, compared as integers: weight / total is the share of a source.
-    total_before, total_now = (sum(s.weight for s in phase.read) for phase in (before, now))
-    for source in now.read:
-        weight = sources_before[source.hash].weight if source.hash in sources_before else 0
-        if weight and weight * total_now != source.weight * total_before:
-            shares = f"{weight / total_before:.4g} there, {source.weight / total_now:.4g} now"
+    total_before, total_after = (sum(s.weight for s in read) for read in (read_before, read_after))
+    for source in read_after:
+        weight = by_hash[source.hash].weight if source.hash in by_hash else 0
+        if weight and weight * total_after != source.weight * total_before:
+            shares = f"{weight / total_before:.4g} there, {source.weight / total_after:.4g} now"
             changes.append((key, f"share of {source.path}: {shares}"))
-    if not changes and [s.hash for s in before.read] != [s.hash for s in now.read]:
+    if not changes and [s.hash for s in read_before] != [s.hash for s in read_after]:
         changes.append((key, "in another order"))
     return changes
 
@@ -345,26 +353,27 @@ def differences(before: Phase, now: Phase) -> list[tuple[str, str]]:
 def identify_sources(
     config: RunConfig, datasets: Sequence[TokenDataset]
 ) -> tuple[SourcePhase, ...]:
-    """Return `datasets`, the mixture's in its order, as sources at their start. Packed documents
-    are a different dataset at every sequence length: the part that was read in samples of a given
+    """Return the sources of the mixture at their beginnings; `datasets` are in its order. The hash
+    of packed documents includes the sequence length: the part that was read in samples of a given
     length does not determine the part in samples of another length."""
     sources = []
     for source, dataset in zip(config.data.mixture, datasets, strict=True):
         digest = xxhash.xxh3_64(dataset.table.tokenizer.hash.encode())
         _add_tokens(digest, dataset.table)
+        # n samples of consecutive tokens read n * length + 1 tokens, the last one only as a target;
+        # numbers of rows and packs are converted to tokens in the same way.
         num_tokens = dataset.table.num_tokens("train")
+        length = config.batch.sequence_length
         if rows := config.objective.kind.rows:
-            length = config.batch.sequence_length
             digest.update(f"{rows.identity}:{length}".encode())
             num_tokens = dataset.table.num_answers("train") * length + 1
         elif config.data.has_complete_documents:
-            length = config.batch.sequence_length
             packing = f"{config.data.packing}:{length}:{config.data.long_documents}"
             digest.update(packing.encode())
             plan = plan_of(config, dataset, "train")
             num_tokens = plan.num_packs * length + 1
-        digest_text = digest.hexdigest()
-        sources.append(SourcePhase(path=source.path, hash=digest_text, num_tokens=num_tokens))
+        source_hash = digest.hexdigest()
+        sources.append(SourcePhase(path=source.path, hash=source_hash, num_tokens=num_tokens))
     return tuple(sources)
 
 
@@ -380,13 +389,14 @@ def data_hash(data: DataSection, datasets: Sequence[TokenDataset]) -> str:
 
 
 def _add_tokens(digest: xxhash.xxh3_64, table: ShardTable) -> None:
+    """Update `digest` with the training tokens, and with all that changes their losses."""
     shards = table.splits["train"]
     masks = shards.hexadecimal("mask_xxh3") if table.is_masked else [""] * len(shards)
     tokens, sums = shards.rows["tokens"].tolist(), shards.hexadecimal("xxh3")
-    for row in zip(tokens, sums, masks, strict=True):
-        digest.update("{}:{}{}".format(*row).encode())
+    for num_tokens, xxh3, mask_xxh3 in zip(tokens, sums, masks, strict=True):
+        digest.update(f"{num_tokens}:{xxh3}{mask_xxh3}".encode())
     if shards.have_weights.any():
         digest.update(":".join(["weights", *shards.hexadecimal("weights_xxh3")]).encode())
     if table.rows is not None:
-        sums = shards.hexadecimal("labels_xxh3") if table.rows in LABELED else []
-        digest.update(":".join([table.rows, *sums, *table.labels]).encode())
+        label_sums = shards.hexadecimal("labels_xxh3") if table.rows in LABELED else []
+        digest.update(":".join([table.rows, *label_sums, *table.labels]).encode())

@@ -50,16 +50,17 @@ class RatedSamples(PaddedSamples):
         """Return three ranges for each sample: its document, its prompt, and the answer of the
         previous document."""
         previous = (samples - 1) % self.num_samples
-        prompts, previous_prompts = map(self._prompt_lengths, (samples, previous))
-        firsts = self._begins[samples]
-        answers = self._lengths[previous] - previous_prompts
-        starts = [firsts, firsts, self._begins[previous] + previous_prompts]
-        lengths = [self._lengths[samples], prompts, np.minimum(answers, self._half - prompts)]
-        positions = [
-            np.zeros_like(samples),
-            np.full_like(samples, self._half),
-            self._half + prompts,
-        ]
+        prompt_lengths, previous_prompt_lengths = map(self._prompt_lengths, (samples, previous))
+        begins = self._begins[samples]
+        answer_begins = self._begins[previous] + previous_prompt_lengths
+        # The mismatched row, in the second half, ends with as much of the answer as it can hold.
+        answer_lengths = np.minimum(
+            self._lengths[previous] - previous_prompt_lengths, self._half - prompt_lengths
+        )
+        second_half = np.full_like(samples, self._half)
+        starts = [begins, begins, answer_begins]
+        lengths = [self._lengths[samples], prompt_lengths, answer_lengths]
+        positions = [np.zeros_like(samples), second_half, second_half + prompt_lengths]
         columns = (np.stack(column, 1).reshape(-1) for column in (starts, lengths, positions))
         return Ranges(np.repeat(np.arange(len(samples)), 3), *columns)
 

@@ -77,13 +77,18 @@ class SampleStream:
             weighs |= item.weights is not None
         self.items = replace(self.items, weighs=weighs)
         # A resumed run opens a new stream, at its beginning or at a state: the items must be equal.
-        for first in (0, _PROBES // 2):
-            reopened = self.open(positions[first] if first else None)
-            change, fix = "the stream is made again", "let the items depend on the settings only"
-            if first:
-                change = f"a new stream gets the state from before item {first}, by load_state_dict"
-                fix = "let state_dict() determine the next item, also while __iter__ is at a yield"
-            for number in range(first, _PROBES):
+        middle = _PROBES // 2
+        for first_item, position, change, fix in (
+            (0, None, "the stream is made again", "let the items depend on the settings only"),
+            (
+                middle,
+                positions[middle],
+                f"a new stream gets the state from before item {middle}, by load_state_dict",
+                "let state_dict() determine the next item, also while __iter__ is at a yield",
+            ),
+        ):
+            reopened = self.open(position)
+            for number in range(first_item, _PROBES):
                 if _bytes_of(reopened.next()) != contents[number]:
                     rule = f"is another one when {change}, so that a run could not resume"
                     raise self.items.wrong(number, rule, fix)
@@ -254,6 +259,7 @@ class PositionedSamples:
             return self._positions[sample]
 
     def _next(self) -> Item:
+        """Return the next item; record the position at the end of a step."""
         item = self._open.next()
         if (self._open.sample - self._first) % self._samples_per_step == 0:
             self._positions[self._open.sample] = self._open.position()

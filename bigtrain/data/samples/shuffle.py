@@ -71,14 +71,18 @@ class SampleOrder:
             if per_chunk == 1:
                 parts.append(permute(positions, self.num_windows, self.seed, epoch, self.source))
                 continue
-            # Position -> group, window within its chunks, chunk. The remainder of dividing chunks
-            # into groups belongs to the last group.
+            # From a position follow its group, then the window within a chunk, and the chunk. The
+            # remainder of dividing chunks into groups belongs to the last group.
             num_chunks = self.num_windows // per_chunk
             group_chunks = group_size(num_chunks)
-            last = num_chunks // group_chunks - 1
-            group = np.minimum(positions // (group_chunks * per_chunk), last)
-            size = np.where(group < last, group_chunks, num_chunks - last * group_chunks)
-            window, chunk = np.divmod(positions - group * (group_chunks * per_chunk), size)
+            last_group = num_chunks // group_chunks - 1
+            group = np.minimum(positions // (group_chunks * per_chunk), last_group)
+            chunks_of_group = np.where(
+                group < last_group, group_chunks, num_chunks - last_group * group_chunks
+            )
+            window, chunk = np.divmod(
+                positions - group * (group_chunks * per_chunk), chunks_of_group
+            )
             chunk += group * group_chunks
             permuted = permute(chunk, num_chunks, self.seed, epoch, self.source)
             parts.append(permuted * per_chunk + window)
@@ -99,13 +103,13 @@ def convert_place(position: int, num_chunks: int, per_chunk: int, new_per_chunk:
         return position
     epoch, offset = divmod(position, num_chunks * per_chunk)
     group_chunks = group_size(num_chunks)
-    last = num_chunks // group_chunks - 1
-    group = min(offset // (group_chunks * per_chunk), last)
-    size = group_chunks if group < last else num_chunks - last * group_chunks
+    last_group = num_chunks // group_chunks - 1
+    group = min(offset // (group_chunks * per_chunk), last_group)
+    chunks_of_group = group_chunks if group < last_group else num_chunks - last_group * group_chunks
     # Windows begun in every chunk of the group, then as many of the new ones, rounded up.
-    windows_begun = -(-(offset - group * group_chunks * per_chunk) // size)
+    windows_begun = -(-(offset - group * group_chunks * per_chunk) // chunks_of_group)
     new_begun = -(-windows_begun * new_per_chunk // per_chunk)
-    return (epoch * num_chunks + group * group_chunks) * new_per_chunk + new_begun * size
+    return (epoch * num_chunks + group * group_chunks) * new_per_chunk + new_begun * chunks_of_group
 
 
 def permute(indices: Indices, size: int, seed: int, epoch: int, source: int = 0) -> Indices:
@@ -130,15 +134,15 @@ def shuffle_block(size: int, seed: int, block: int, first_sample: int = 0) -> In
 
 
 def _permute(indices: Indices, size: int, label: str) -> Indices:
+    """Map `indices` by the permutation of ``range(size)`` that `label` determines."""
     digest = hashlib.blake2b(label.encode(), digest_size=4 * ROUNDS).digest()
     keys = np.frombuffer(digest, dtype="<u4").astype(np.uint32)
     if size <= _SMALL:
-        images = _feistel(np.arange(size, dtype=np.uint64), 16, keys)
+        images = _feistel(np.arange(size, dtype=np.uint64), half_bits=16, keys=keys)
         return np.argsort(images)[indices].astype(np.int64)
     half_bits = ((size - 1).bit_length() + 1) // 2
-    values = indices.astype(np.uint64)
     limit = np.uint64(size)
-    values = _feistel(values, half_bits, keys)
+    values = _feistel(indices.astype(np.uint64), half_bits, keys)
     out_of_range = np.flatnonzero(values >= limit)
     while len(out_of_range):
         walked = _feistel(values[out_of_range], half_bits, keys)
@@ -150,6 +154,7 @@ def _permute(indices: Indices, size: int, label: str) -> Indices:
 def _feistel(
     values: npt.NDArray[np.uint64], half_bits: int, keys: npt.NDArray[np.uint32]
 ) -> npt.NDArray[np.uint64]:
+    """Return the images of `values`, two halves of `half_bits` bits, after a round for each key."""
     # Halves of at most 31 bits: a vector unit processes twice as many 32-bit as 64-bit values at
     # once. A round is (left, right) -> (right, left ^ mix(right ^ key)).
     shift = np.uint64(half_bits)

@@ -74,24 +74,29 @@ class SourceSamples:
         return self.items.parse(sample, item)
 
     def identity(self, settings: Mapping[str, Any]) -> int:
-        """Return a checksum of the name, settings, length and `_PROBES` items, which also decide
-        whether losses have weights. Raises as `read`, and DataError if an item differs when
+        """Return a checksum of the name, settings, length and up to `_PROBES` items, which also
+        decide whether losses have weights. Raises as `read`, and DataError if an item differs when
         it is read again."""
         text = json.dumps([self._name, settings, self.num_samples, self.sequence_length])
         digest = xxhash.xxh3_64(text.encode())
         numbers = np.linspace(0, self.num_samples - 1, _PROBES).astype(int).tolist()
         weighs = False
-        for number in sorted({*numbers}):
-            items = [self.read(number) for _ in range(2)]
-            contents = [np.concatenate(item[:2]).tobytes() + item.weight_bytes for item in items]
-            if contents[0] != contents[1]:
+        for number in sorted({*numbers}):  # a source with fewer items has equal numbers
+            item = self.read(number)
+            content = _content(item)
+            if _content(self.read(number)) != content:
                 rule = "is another one when it is read again, so that a run could not resume"
                 raise self.items.wrong(number, rule, "let an item depend on its number only")
-            digest.update(contents[0])
-            weighs |= items[0].weights is not None
+            digest.update(content)
+            weighs |= item.weights is not None
         self.weighs_loss = weighs
         self.items = replace(self.items, weighs=weighs)
         return digest.intdigest()
+
+
+def _content(item: Item) -> bytes:
+    """Return the bytes of an item for the checksum, with the targets as int64."""
+    return np.concatenate([item.tokens, item.targets]).tobytes() + item.weight_bytes
 
 
 @dataclass(frozen=True)
@@ -126,16 +131,16 @@ def with_source(
         source_class, name = type(program_source), f"data = {type(program_source).__name__}"
     else:
         source_class = import_named("data.samples.type", section.type)
-    new = partial(_made, source_class, section.settings, name)
+    make_source = partial(_made, source_class, section.settings, name)
     length, table = config.batch.sequence_length, dataset.table
     if is_stream(source_class):
         items = ItemReader(name, source_class, length, table.tokenizer.vocab_size)
-        make = new if program_source is None else rewound_by(program_source, items)
+        make = make_source if program_source is None else rewound_by(program_source, items)
         stream = SampleStream(make, items, np.dtype(table.token_dtype))
         identity = stream.identity(section.settings)
         table = _with_train(table, NUM_SAMPLES * length + 1, identity, stream.items)
         return StreamDataset(dataset.path, table, dataset.splits, stream)
-    source = new() if program_source is None else program_source
+    source = make_source() if program_source is None else program_source
     samples = SourceSamples(source, name, length, dataset)
     identity = samples.identity(section.settings)
     table = _with_train(table, samples.num_samples * length + 1, identity, samples.items)

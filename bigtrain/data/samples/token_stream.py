@@ -81,11 +81,12 @@ MIN_ROWS_OF_SHARD = 4
 """Minimum mean number of rows per shard. Copying from a map costs some microseconds per shard, as
 much as reading a few rows."""
 COLD_PAGES_OF_ROW = 0.25
-"""Mean number of pages fetched from disk while rows were copied from maps: measured
-at 160 to 450 microseconds per row, while a read takes 60. In memory a row takes about one."""
+"""Mean number of pages per row that copying from maps may fetch from disk. Then a row was measured
+to take 160 to 450 microseconds; a read takes 60, and copying from memory about one."""
 READS_AFTER_COLD_MAP = 64
+"""Calls of `read_rows` that read after a call that fetched more pages."""
 GATHERED_TOKENS = 1 << 15
-"""Bytes copied at a time: more is copied at half the speed, into memory that is newly allocated."""
+"""Tokens copied at a time: more are copied at half the speed, into newly allocated memory."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Ranges:
         return Ranges(*(getattr(self, field.name)[is_selected] for field in fields(Ranges)))
 
     def scaled(self, factor: int) -> Ranges:
-        """Return the ranges of bytes of values of `factor` bytes."""
+        """Return the ranges in bytes, for tokens with values of `factor` bytes."""
         return Ranges(
             self.numbers, self.starts * factor, self.lengths * factor, self.positions * factor
         )
@@ -153,16 +154,17 @@ class TokenStream:
             self.read(starts, np.full(len(starts), width), out.reshape(-1), rows * width)
 
     def _copy_mapped(self, starts: Indices, out: Tokens, rows: Indices) -> Indices:
-        """Copy rows from memory maps; return the indices of rows that `read` must copy. If the
-        pages are in memory this is several times faster; if not, a page fault costs more than a
-        read, and copying pauses for a while."""
+        """Copy rows from memory maps; return the indices of rows that `read` must copy. Copying is
+        several times faster than reading if the pages are in memory; if not, a page fault costs
+        more than a read, and the next calls read."""
         width = out.shape[1]
-        # Find the shard of every row. A few rows of every shard are not worth the cost per map.
+        # Find the shard of every row, -1 for a row that `read` must copy. A few rows of every shard
+        # are not worth the cost per map.
         numbers = np.searchsorted(self._ends, starts, side="right")
         numbers[starts + width > self._ends[numbers]] = -1  # continues in the next shard
-        shard_numbers = (
-            np.unique(numbers).tolist() if len(self.shards) > 1 else [int(numbers.max())]
-        )
+        shard_numbers = [int(numbers.max())]  # of a stream with one shard, without sorting
+        if len(self.shards) > 1:
+            shard_numbers = np.unique(numbers).tolist()
         if len(starts) < MIN_ROWS_OF_SHARD * len(shard_numbers):
             return np.arange(len(starts))
         # Major page faults of this thread wait for a disk.
@@ -171,7 +173,7 @@ class TokenStream:
         for number in shard_numbers:
             windows = self._mapped_windows(number, width) if number >= 0 else None
             row_indices = np.flatnonzero(numbers == number)
-            if windows is None:
+            if windows is None:  # also for the number -1
                 numbers[row_indices] = -1
                 continue
             out_rows, begins = rows[row_indices], starts[row_indices] - self._begins[number]
@@ -213,10 +215,11 @@ class TokenStream:
         if out.dtype == self.token_dtype:
             self._bin.read(parts.scaled(self.token_dtype.itemsize), out)
             return
-        packed = np.cumsum(parts.lengths) - parts.lengths
+        # `out` has a wider type: read all parts one after another, then convert them.
+        packed_begins = np.cumsum(parts.lengths) - parts.lengths
         stored = np.empty(int(parts.lengths.sum()), self.token_dtype)
-        self._bin.read(replace(parts, positions=packed).scaled(stored.itemsize), stored)
-        parts.put(stored, packed, out)
+        self._bin.read(replace(parts, positions=packed_begins).scaled(stored.itemsize), stored)
+        parts.put(stored, packed_begins, out)
 
     def read_mask(self, starts: Indices, lengths: Indices, out: Mask, positions: Indices) -> None:
         """Copy which tokens of ranges of the stream are targets, like `read` for tokens. `out`:
@@ -226,9 +229,9 @@ class TokenStream:
         first_bytes = parts.starts // 8
         num_bytes = (parts.starts + parts.lengths + 7) // 8 - first_bytes
         begins = np.cumsum(num_bytes) - num_bytes
-        packed = np.empty(int(num_bytes.sum()), np.uint8)
-        self._mask.read(Ranges(parts.numbers, first_bytes, num_bytes, begins), packed)
-        bits = np.unpackbits(packed, bitorder="little").view(np.bool_)
+        packed_bytes = np.empty(int(num_bytes.sum()), np.uint8)
+        self._mask.read(Ranges(parts.numbers, first_bytes, num_bytes, begins), packed_bytes)
+        bits = np.unpackbits(packed_bytes, bitorder="little").view(np.bool_)
         parts.put(bits, 8 * begins + parts.starts % 8, out)
 
     def read_weights(
@@ -247,22 +250,23 @@ class TokenStream:
         low, high = parts.starts, parts.starts + parts.lengths
         byte_offsets: list[int] = []
         counts: list[int] = []
-        for number, first, last in zip(
+        for number, first, end in zip(
             parts.numbers.tolist(), low.tolist(), high.tolist(), strict=True
         ):
-            begins = self.shards[number].document_begins(first, last)
-            byte_offsets += begins
-            counts.append(len(begins))
-        tokens = np.array(byte_offsets, np.int64) // self.token_dtype.itemsize
-        part = np.repeat(np.arange(len(counts)), counts)
+            shard_begins = self.shards[number].document_begins(first, end)
+            byte_offsets += shard_begins
+            counts.append(len(shard_begins))
+        begins = np.array(byte_offsets, np.int64) // self.token_dtype.itemsize
+        range_number = np.repeat(np.arange(len(counts)), counts)
         # The search requires ordered pointers.
-        falls = (tokens[1:] < tokens[:-1]) & (part[1:] == part[:-1])
-        if falls.any() or (tokens < low[part]).any() or (tokens >= high[part]).any():
-            named = ", ".join(sorted({str(self.shards[n].index_path) for n in parts.numbers}))
+        is_falling = (begins[1:] < begins[:-1]) & (range_number[1:] == range_number[:-1])
+        is_outside = (begins < low[range_number]) | (begins >= high[range_number])
+        if is_falling.any() or is_outside.any():
+            files = ", ".join(sorted({str(self.shards[n].index_path) for n in parts.numbers}))
             raise DataError(
-                f"{named}: an index is corrupt: documents are out of order -> {REBUILD}"
+                f"{files}: an index is corrupt: documents are out of order -> {REBUILD}"
             )
-        return tokens + (parts.positions - low)[part]
+        return begins + (parts.positions - low)[range_number]
 
     def describe(self, start: int, length: int) -> str:
         """Describe a range of the stream by files and their tokens."""
@@ -277,17 +281,17 @@ class TokenStream:
     def _cut(self, starts: Indices, lengths: Indices, positions: Indices) -> Ranges:
         """Convert ranges of the stream to ranges of shards, split at shard boundaries."""
         assert not len(starts) or 0 <= starts.min() <= (starts + lengths).max() <= self.num_tokens
-        cut = []
-        while True:
+        parts = []
+        while True:  # parts in the first shard of every range, in the second shard, and so forth
             numbers = np.searchsorted(self._ends, starts, side="right")
-            lengths_in_shard = np.minimum(lengths, self._ends[numbers] - starts)
-            cut.append(Ranges(numbers, starts - self._begins[numbers], lengths_in_shard, positions))
-            unfinished = np.flatnonzero(lengths_in_shard < lengths)
+            in_shard = np.minimum(lengths, self._ends[numbers] - starts)  # tokens in this shard
+            parts.append(Ranges(numbers, starts - self._begins[numbers], in_shard, positions))
+            unfinished = np.flatnonzero(in_shard < lengths)
             if not len(unfinished):
-                return cut[0] if len(cut) == 1 else Ranges.join(cut)
-            starts = (starts + lengths_in_shard)[unfinished]
-            positions = (positions + lengths_in_shard)[unfinished]
-            lengths = (lengths - lengths_in_shard)[unfinished]
+                return parts[0] if len(parts) == 1 else Ranges.join(parts)
+            starts = (starts + in_shard)[unfinished]
+            positions = (positions + in_shard)[unfinished]
+            lengths = (lengths - in_shard)[unfinished]
 
 
 class _ShardFiles:
@@ -303,6 +307,8 @@ class _ShardFiles:
             self.verifier = BlockVerifier(path, sizes, self._block_sums)
 
     def _block_sums(self, number: int) -> tuple[Path, Sums]:
+        """Return the `.blocks` file of a shard, and its checksums for this file; see
+        `BlockVerifier`."""
         sums = self._shards[number].block_sums
         assert sums is not None
         return sums.path, getattr(sums, f"{self._suffix}_sums")
@@ -413,8 +419,9 @@ class PackedWindows(StreamSamples):
             out.begins.append(self.stream.begins(starts, lengths, rows * width))
 
     def _pieces(self, samples: Indices) -> Ranges:
-        zeros, width = np.zeros_like(samples), self.sequence_length + 1
-        return Ranges(np.arange(len(samples)), samples * (width - 1), zeros + width, zeros)
+        numbers, starts = np.arange(len(samples)), samples * self.sequence_length
+        lengths = np.full_like(samples, self.sequence_length + 1)
+        return Ranges(numbers, starts, lengths, positions=np.zeros_like(samples))
 
 
 def count_windows(num_tokens: int, sequence_length: int) -> int:

@@ -127,22 +127,19 @@ def read_blocks(
     if (magic, block_bytes) != (MAGIC, BLOCK_BYTES):
         raise DataError(f"{path} has another version -> use the bigtrain that wrote it")
     num_weights_blocks = num_blocks(weights_bytes)
-    num_bytes = HEADER.size + 8 * (num_bin_blocks + num_mask_blocks + num_weights_blocks)
+    expected_bytes = HEADER.size + 8 * (num_bin_blocks + num_mask_blocks + num_weights_blocks)
     if (num_bin_blocks, num_mask_blocks, len(content)) != (
         num_blocks(bin_bytes),
         num_blocks(mask_bytes),
-        num_bytes,
+        expected_bytes,
     ):
         raise DataError(f"{path} belongs to another shard -> {RESTORE}")
-    # Memory-mapped, so that all ranks of a host share one copy.
-    sums = (
-        np.memmap(path, "<u8", "r", HEADER.size)
-        if num_bin_blocks + num_mask_blocks
-        else np.empty(0, "<u8")
-    )
-    return BlockSums(
-        path, *map(np.asarray, np.split(sums, [num_bin_blocks, num_bin_blocks + num_mask_blocks]))
-    )
+    # Memory-mapped, so that all ranks of a host share one copy; an empty range cannot be mapped.
+    sums: npt.NDArray[np.uint64] = np.empty(0, "<u8")
+    if num_bin_blocks + num_mask_blocks:
+        sums = np.memmap(path, "<u8", "r", HEADER.size)
+    sums_of_files = np.split(sums, [num_bin_blocks, num_bin_blocks + num_mask_blocks])
+    return BlockSums(path, *map(np.asarray, sums_of_files))
 
 
 class BlockVerifier:
@@ -162,7 +159,7 @@ class BlockVerifier:
         self._sums = sums
         counts = num_blocks(self._sizes)
         ends = np.cumsum(counts, dtype=np.int64)
-        self._firsts = ends - counts
+        self._first_blocks = ends - counts  # of every file, numbered through all files
         # Untouched zero pages take no memory.
         self._verified = np.zeros(int(ends[-1]) if len(ends) else 0, np.bool_)
 
@@ -170,20 +167,22 @@ class BlockVerifier:
         """Verify bytes ``low[i]`` to ``high[i]`` of file ``numbers[i]``, or of file `numbers` if
         that is a number. `read` returns the bytes to verify. Raises DataError with file and
         bytes."""
-        firsts = self._firsts[numbers]
+        file_begins = self._first_blocks[numbers]
         assert not len(low) or (low < high).all()
-        first, last = firsts + low // BLOCK_BYTES, firsts + (high - 1) // BLOCK_BYTES
+        first, last = file_begins + low // BLOCK_BYTES, file_begins + (high - 1) // BLOCK_BYTES
         while len(first):
-            # The first block of every range, then the next one of the ranges that continue.
-            new = first[~self._verified[first]]
-            if len(new):
-                self._verify_blocks(np.unique(new), read)
-            continues = first < last
-            first, last = first[continues] + 1, last[continues]
+            # The first block of every range, then the next block of the ranges that have more.
+            unverified = first[~self._verified[first]]
+            if len(unverified):
+                self._verify_blocks(np.unique(unverified), read)
+            has_more = first < last
+            first, last = first[has_more] + 1, last[has_more]
 
     def _verify_blocks(self, blocks: Indices, read: Read) -> None:
-        numbers = np.searchsorted(self._firsts, blocks, side="right") - 1
-        low = (blocks - self._firsts[numbers]) * BLOCK_BYTES
+        """Compare ascending `blocks`, numbered through all files, with the checksums. Raise as
+        `verify`."""
+        numbers = np.searchsorted(self._first_blocks, blocks, side="right") - 1
+        low = (blocks - self._first_blocks[numbers]) * BLOCK_BYTES
         high = np.minimum(low + BLOCK_BYTES, self._sizes[numbers])
         current_number = -1
         for number, begin, end in zip(numbers.tolist(), low.tolist(), high.tolist(), strict=True):

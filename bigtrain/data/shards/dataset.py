@@ -40,8 +40,9 @@ Level = Literal["listed", "sizes", "index"]
 
 MAX_OPEN_SHARDS = 4096
 """Shards of a dataset that stay open: each has up to four memory maps, and Linux allows 65,530."""
-# On a network, where a check is mostly waiting, many at once take less time; otherwise more.
-_FIRST_LOOKS, _SLOW_LOOK_SECONDS, _LOOKING_THREADS = 64, 0.001, 16
+# Shards that one thread checks first, and the mean time of a check from which more threads check
+# further shards: on a network, where a check is mostly waiting, that takes less time.
+_FIRST_CHECKED, _SLOW_CHECK_SECONDS, _CHECK_THREADS = 64, 0.001, 16
 MANY_SHARDS = 1000
 """From this number on, only one rank of each host checks all of them."""
 
@@ -151,13 +152,13 @@ class Documents(Sequence[Document]):
             raise IndexError(f"document {number} of {len(self)}")
         number %= len(self)
         shard_number = int(np.searchsorted(self._ends, number, side="right"))
-        before = int(self._ends[shard_number - 1]) if shard_number else 0
-        shard = self._shards[shard_number]
-        tokens = shard.document(number - before).astype(np.int64)
-        learned = shard.document_mask(number - before)
-        document = {"input_ids": tokens, "labels": np.where(learned, tokens, IGNORED_LABEL)}
+        num_before = int(self._ends[shard_number - 1]) if shard_number else 0
+        shard, index = self._shards[shard_number], number - num_before
+        tokens = shard.document(index).astype(np.int64)
+        is_learned = shard.document_mask(index)
+        document = {"input_ids": tokens, "labels": np.where(is_learned, tokens, IGNORED_LABEL)}
         if self._are_weighted:
-            document["loss_weights"] = shard.document_weights(number - before)
+            document["loss_weights"] = shard.document_weights(index)
         return document
 
 
@@ -206,9 +207,10 @@ class TokenDataset:
 
 def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
     """Open the dataset in directory `path`. `check`: ``sizes`` compares headers and file sizes with
-    the manifest; ``index`` also reads every index; ``listed`` is ``sizes``, but from `MANY_SHARDS`
-    on none is checked before it is read. Raises DataError if the directory, the manifest or a shard
-    is missing, corrupt, or differs from the manifest, and if the training split has no token."""
+    the manifest; ``index`` also reads every index; ``listed`` is ``sizes`` for fewer than
+    `MANY_SHARDS` shards, and no check for more: each is checked when it is read. Raises DataError
+    if the directory, the manifest or a shard is missing, corrupt, or differs from the manifest, and
+    if the training split has no token."""
     directory = Path(path)
     table = read_table(directory)
     if not table.num_tokens("train"):
@@ -224,28 +226,31 @@ def open_dataset(path: str | Path, check: Level = "index") -> TokenDataset:
 
 
 def _check_shards(shards: ShardList, check: Level) -> None:
+    """Open every shard; read its index for the level ``index``. Raise DataError."""
+
     def check_range(numbers: range) -> None:
         for number in numbers:
             shard = shards[number]  # opening compares it with the manifest
             if check == "index":
                 shard.check_index()
 
-    # The first shards show whether this user may read them, before hours of waiting for others.
-    for number in range(min(_FIRST_LOOKS, len(shards))):
+    # Whether this user may read the first shards, before a check that may take hours.
+    for number in range(min(_FIRST_CHECKED, len(shards))):
         path = shards[number].bin_path
         with reading(path):
             if not os.access(path, os.R_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    # They also show whether the storage is slow: then many threads wait for it at once.
+    # The first shards also show whether the storage is slow: then many threads wait at once.
     start_time = time.perf_counter()
-    check_range(range(min(_FIRST_LOOKS, len(shards))))
-    remaining = range(_FIRST_LOOKS, len(shards))
-    if time.perf_counter() - start_time < _FIRST_LOOKS * _SLOW_LOOK_SECONDS:
+    check_range(range(min(_FIRST_CHECKED, len(shards))))
+    remaining = range(_FIRST_CHECKED, len(shards))
+    if time.perf_counter() - start_time < _FIRST_CHECKED * _SLOW_CHECK_SECONDS:
         check_range(remaining)
         return
-    step = -(-len(remaining) // (8 * _LOOKING_THREADS)) or 1
+    # Eight parts for each thread, since some take longer.
+    step = -(-len(remaining) // (8 * _CHECK_THREADS)) or 1
     parts = [remaining[low : low + step] for low in range(0, len(remaining), step)]
-    with ThreadPoolExecutor(_LOOKING_THREADS) as threads:
+    with ThreadPoolExecutor(_CHECK_THREADS) as threads:
         for _ in threads.map(check_range, parts):
             pass
 

@@ -59,7 +59,7 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 NEAR_SEQUENCES = 16
-"""Entries scanned without a search: few documents begin in one sample."""
+"""Sequences that are read before a second search: few documents begin in one sample."""
 CHUNK_ITEMS = 1 << 20
 """Items of an index or a shard checked at once; this bounds the memory of a check."""
 
@@ -100,7 +100,8 @@ class TokenShard:
         dtype = DTYPE_CODES.get(code)
         if dtype is None or dtype.kind not in "iu":
             raise self.corrupt(f"token type code {code} is not an integer type")
-        expected = HEADER.size + 12 * num_sequences + 8 * num_starts
+        # A sequence has a length and an offset, a document its first sequence.
+        expected = HEADER.size + (4 + 8) * num_sequences + 8 * num_starts
         if index_size != expected:
             raise self.corrupt(
                 f"it has {index_size} bytes; its header ({num_sequences} sequences, {num_starts} "
@@ -130,12 +131,12 @@ class TokenShard:
         self.mask_path: Path | None = None
         self.weights_path: Path | None = None
         self.labels_path: Path | None = None
-        tokens, mask_bytes = f"{self.num_tokens} tokens have", -(-self.num_tokens // 8)
+        rule, mask_bytes = f"{self.num_tokens} tokens have", -(-self.num_tokens // 8)
         if masked:
-            self.mask_path = checked(".mask", mask_bytes, f"{tokens} {mask_bytes}")
+            self.mask_path = checked(".mask", mask_bytes, f"{rule} {mask_bytes}")
         if "weights" in self._checksums:
             num_bytes = self.weights_bytes
-            self.weights_path = checked(".weights", num_bytes, f"{tokens} {num_bytes}")
+            self.weights_path = checked(".weights", num_bytes, f"{rule} {num_bytes}")
         if "labels" in self._checksums:
             count = self.num_documents
             self.labels_path = checked(".labels", count, f"there are {count} documents")
@@ -157,7 +158,7 @@ class TokenShard:
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
         """First sequence of every document, then their number, int64 [num_documents + 1]."""
-        offset = HEADER.size + 12 * self.num_sequences
+        offset = HEADER.size + (4 + 8) * self.num_sequences
         return self._index_array(np.dtype("<i8"), offset, self.num_documents + 1)
 
     @cached_property
@@ -212,7 +213,8 @@ class TokenShard:
 
     @cached_property
     def labels(self) -> npt.NDArray[np.uint8]:
-        """Label of every document, 0 or 1, uint8 [num_documents]; only if the rows are of kto."""
+        """Label of every document, uint8 [num_documents]: 1 for a desirable answer, or the number
+        of a class; only if the rows are labeled."""
         return self._mapped(self.labels_path, "u1", self.num_documents)
 
     @cached_property
@@ -256,14 +258,14 @@ class TokenShard:
             raise DataError(
                 f"{self.bin_path} has documents 0 to {self.num_documents - 1}, not {index}"
             )
-        first, last = (int(n) for n in self.document_starts[index : index + 2])
-        if first == last:
+        first_sequence, end_sequence = map(int, self.document_starts[index : index + 2])
+        if first_sequence == end_sequence:
             return 0, 0
-        if not 0 <= first < last <= len(self.sequence_lengths):
-            raise self.corrupt(f"document {index} has sequences {first} to {last}")
-        begin = int(self.sequence_pointers[first])
-        end = int(self.sequence_pointers[last - 1]) + (
-            int(self.sequence_lengths[last - 1]) * self.dtype.itemsize
+        if not 0 <= first_sequence < end_sequence <= len(self.sequence_lengths):
+            raise self.corrupt(f"document {index} has sequences {first_sequence} to {end_sequence}")
+        begin = int(self.sequence_pointers[first_sequence])
+        end = int(self.sequence_pointers[end_sequence - 1]) + (
+            int(self.sequence_lengths[end_sequence - 1]) * self.dtype.itemsize
         )
         if not 0 <= begin <= end <= self.num_bytes or begin % self.dtype.itemsize:
             raise self.corrupt(f"document {index} is at bytes {begin} to {end}")
@@ -274,26 +276,29 @@ class TokenShard:
         Searches the index by bisection, so it reads a few pages at any size. For an index that is
         inconsistent, any numbers may be returned. Raises DataError if the search leaves the
         index."""
-        # Sequences that begin in the range: usually few, so a short scan comes before a search.
+        # Sequences that begin in the range: usually few, so the nearest are read before a search
+        # for the end, which is needed only if all of them begin in the range.
         token_bytes = self.dtype.itemsize
         pointers = self._pointers
-        first, end = bisect_left(pointers, low * token_bytes), high * token_bytes
+        first, end_byte = bisect_left(pointers, low * token_bytes), high * token_bytes
         begins: list[int] = pointers[first : first + NEAR_SEQUENCES].tolist()
-        if begins and begins[-1] < end:
-            begins = pointers[first : bisect_left(pointers, end, lo=first + len(begins))].tolist()
+        if begins and begins[-1] < end_byte:
+            end = bisect_left(pointers, end_byte, lo=first + len(begins))
+            begins = pointers[first:end].tolist()
         else:
-            del begins[bisect_left(begins, end) :]
+            del begins[bisect_left(begins, end_byte) :]
         if self.num_documents == self.num_sequences:
             return begins
-        # Documents may have several sequences, or none: keep the sequences that begin one.
-        last = first + len(begins)
-        entries = [bisect_left(self._starts, number) for number in range(first, last)]
-        if entries and entries[-1] > self.num_documents:
-            raise self.corrupt(f"its documents end before sequence {last}")
+        # Documents may have several sequences, or none: keep the sequences that begin a document.
+        # `documents`: for each sequence, the first document that begins at it or after it.
+        sequences = range(first, first + len(begins))
+        documents = [bisect_left(self._starts, sequence) for sequence in sequences]
+        if documents and documents[-1] > self.num_documents:
+            raise self.corrupt(f"its documents end before sequence {sequences.stop}")
         return [
             begin
-            for begin, number, entry in zip(begins, range(first, last), entries, strict=True)
-            if self._starts[entry] == number
+            for begin, sequence, document in zip(begins, sequences, documents, strict=True)
+            if self._starts[document] == sequence
         ]
 
     # The arrays of an .idx are not aligned: numpy's searchsorted would copy a complete array first.
@@ -351,6 +356,7 @@ def _file_size(path: Path) -> int:
 
 
 def _map(path: Path, dtype: str, count: int) -> npt.NDArray[Any]:
+    """Return the first `count` values of a file as a memory map. Raise DataError if it fails."""
     if count == 0:  # an empty range cannot be mapped
         return np.empty(0, dtype)
     try:

@@ -35,7 +35,7 @@ KINDS = {
 }
 """Kinds of parts of conversations. Keys of messages are counted by key, ``message_keys.name``; in
 older manifests together."""
-SHOWN_NAMES = 5
+SHOWN_NAMES, SHOWN_KEYS = 5, 20
 LONE = "all"
 """Split of a shard without a dataset."""
 
@@ -61,10 +61,10 @@ class Inspected:
         if not 0 <= index < (ends[-1] if ends else 0):
             available = f"documents 0 to {ends[-1] - 1}" if ends and ends[-1] else "no document"
             raise DataError(f"--document {index}: {self.path} has {available} in {split}")
-        number = bisect_right(ends, index)
-        shard = self.splits[split][number]
-        within = index - (ends[number - 1] if number else 0)
-        return shard, within, shard.document(within)
+        shard_number = bisect_right(ends, index)
+        shard = self.splits[split][shard_number]
+        index_in_shard = index - (ends[shard_number - 1] if shard_number else 0)
+        return shard, index_in_shard, shard.document(index_in_shard)
 
 
 def inspect_shards(path: Path) -> Inspected:
@@ -93,13 +93,14 @@ def describe(inspected: Inspected) -> dict[str, Any]:
         "tokenizer": None,
     }
     if manifest is not None:
-        full = manifest.model_dump(mode="json")
-        tree |= {key: full[key] for key in full if key not in ("format", "version", "splits")}
+        dumped = manifest.model_dump(mode="json")
+        tree |= {key: dumped[key] for key in dumped if key not in ("format", "version", "splits")}
     tree["splits"] = {split: _describe_split(inspected, split) for split in inspected.splits}
     return tree
 
 
 def _describe_split(inspected: Inspected, split: str) -> dict[str, Any]:
+    """Return sizes, shards and lengths of documents of a split."""
     shards, manifest = inspected.splits[split], inspected.manifest
     lengths = inspected.lengths(split)
     if manifest is not None:
@@ -180,7 +181,7 @@ def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
     return Decoder(directory) if (directory / "tokenizer.json").is_file() else None
 
 
-def _ends(manifest: Manifest) -> str:
+def _describe_texts(manifest: Manifest) -> str:
     """Describe how plain-text documents begin and end."""
     if manifest.options.chat and manifest.options.chat_format == "tokens":
         return "rows of tokens as they were, with nothing added"
@@ -193,30 +194,35 @@ def _ends(manifest: Manifest) -> str:
     )
 
 
-def _rows(manifest: Manifest, rows: AnswerRows) -> str:
+def _describe_rows(manifest: Manifest, rows: AnswerRows) -> str:
     """Describe rows of answers, or with labels."""
-    documents = sum(map(manifest.num_documents, manifest.splits))
-    every = [shard for shards in manifest.splits.values() for shard in shards]
-    ones, names = sum(shard.desirable or 0 for shard in every), manifest.options.labels
-    counts = {"rows": documents // len(rows.documents), "ones": ones, "zeros": documents - ones}
-    text = rows.summary.format(**counts, num_labels=len(names), labels=", ".join(names))
+    num_documents = sum(map(manifest.num_documents, manifest.splits))
+    all_shards = [shard for shards in manifest.splits.values() for shard in shards]
+    num_ones, labels = sum(shard.desirable or 0 for shard in all_shards), manifest.options.labels
+    text = rows.summary.format(
+        rows=num_documents // len(rows.documents),
+        ones=num_ones,
+        zeros=num_documents - num_ones,
+        num_labels=len(labels),
+        labels=", ".join(labels),
+    )
     return f"{rows.name}: {text}"
 
 
-def row_of(inspected: Inspected, index: int, shard: TokenShard, within: int) -> str | None:
-    """Describe document `index` of a split as part of a row, which is document `within` of
-    `shard`; None if it is a document by itself."""
+def row_of(inspected: Inspected, index: int, shard: TokenShard, index_in_shard: int) -> str | None:
+    """Describe document `index` of a split as part of a row; None if it is a document by itself.
+    index_in_shard: of the document in `shard`."""
     manifest = inspected.manifest
     rows = None if manifest is None else ROWS.get(manifest.rows)
     if manifest is None or rows is None:
         return None
-    row, number = divmod(index, len(rows.documents))
+    row, number_in_row = divmod(index, len(rows.documents))
     label_names = rows.label_names or manifest.options.labels
-    label = label_names[shard.labels[within]] if rows.is_labeled else ""
-    return rows.document.format(row=row, name=rows.documents[number], label=label)
+    label = label_names[shard.labels[index_in_shard]] if rows.is_labeled else ""
+    return rows.document.format(row=row, name=rows.documents[number_in_row], label=label)
 
 
-def _spelled(counts: Mapping[str, int]) -> str:
+def _describe_spelled(counts: Mapping[str, int]) -> str:
     """Describe control tokens that texts spell."""
     frequent = sorted(counts, key=lambda name: (-counts[name], name))
     listed = ", ".join(f"{name} ({counts[name]:,})" for name in frequent[:SHOWN_NAMES])
@@ -236,7 +242,7 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
         f"{output}: {manifest.token_dtype} tokens of {manifest.tokenizer.name} "
         f"({manifest.tokenizer.vocab_size} ids)"
     ]
-    masked = manifest.is_masked
+    is_masked = manifest.is_masked
     for split, shards in manifest.splits.items():
         text_bytes = sum(shard.text_bytes for shard in shards)
         targets = sum(shard.target_tokens or 0 for shard in shards)
@@ -249,23 +255,25 @@ def summary(output: Path, manifest: Manifest, *, with_unread: bool = True) -> st
             f"  {split + ':':9} {manifest.num_documents(split):,} documents, {tokens:,} tokens, "
             f"{size}, "
             f"{len(shards)} shard{'s' if len(shards) != 1 else ''}"
-            + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if masked else "")
+            + (f", {targets / max(1, tokens):.1%} of the tokens to learn" if is_masked else "")
             + (", by weights" if has_weights else "")
         )
     # How documents were made from the input.
     if (rows := ROWS.get(manifest.rows)) is not None:
-        lines.append(f"  rows:     {_rows(manifest, rows)}")
-    lines.append(f"  texts:    {_ends(manifest)}")
+        lines.append(f"  rows:     {_describe_rows(manifest, rows)}")
+    lines.append(f"  texts:    {_describe_texts(manifest)}")
     lines.append(f"  encoder:  {manifest.tokenizer.engine}")
     if manifest.spelled_tokens:
-        lines.append(f"  letters:  {_spelled(manifest.spelled_tokens)}")
+        lines.append(f"  letters:  {_describe_spelled(manifest.spelled_tokens)}")
     if manifest.options.fill_in_middle is not None:
-        modes = ", ".join(f"{n:,} {m}" for m, n in (manifest.fill_in_middle or {}).items())
+        counts = (manifest.fill_in_middle or {}).items()
+        modes = ", ".join(f"{count:,} {mode}" for mode, count in counts)
         ids = ", ".join(map(str, manifest.tokenizer.fill_in_middle_ids or ()))
         lines.append(f"  middle:   fill-in-the-middle of {modes or 'no'} documents, tokens {ids}")
     # Documents that are missing, by reason.
     if manifest.options.text_filter is not None:
-        reasons = {k: n for k, n in (manifest.filtered or {}).items() if k != LONG_PROMPT}
+        reasons = {**(manifest.filtered or {})}
+        reasons.pop(LONG_PROMPT, None)  # has its line below
         reasons_text = "; ".join(f"{count:,} {reason}" for reason, count in reasons.items())
         lines.append(
             f"  filter:   {manifest.options.text_filter.name} dropped {sum(reasons.values()):,} "
@@ -305,11 +313,11 @@ def _dropped_parts(counts: Mapping[str, int]) -> list[str]:
         else:
             lines.append(f"  dropped:  {KINDS.get(name, name)}: {count:,}")
     if message_keys:
-        key_texts, num_others = ", ".join(message_keys[:20]), len(message_keys) - 20
-        if num_others > 0:
-            key_texts += f", and {num_others} others"
+        listed_keys = ", ".join(message_keys[:SHOWN_KEYS])
+        if len(message_keys) > SHOWN_KEYS:
+            listed_keys += f", and {len(message_keys) - SHOWN_KEYS} others"
         rule = "keys of messages that the chat template does not read"
-        lines.append(f"  dropped:  {rule}: {key_texts}")
+        lines.append(f"  dropped:  {rule}: {listed_keys}")
     return lines
 
 
@@ -359,11 +367,13 @@ class LengthHistogram:
     def quantile(self, fraction: float) -> int:
         """Return the least length that at least `fraction` of the documents do not exceed."""
         ends = np.cumsum(self.counts)
-        rank = np.searchsorted(ends, max(1.0, fraction * ends[-1] - 1e-6))
-        return int(self.lengths[rank])
+        # Less 1e-6: a product such as 0.05 * 60 may be rounded to just above an integer.
+        index = np.searchsorted(ends, max(1.0, fraction * ends[-1] - 1e-6))
+        return int(self.lengths[index])
 
     def buckets(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (lowest, highest length, documents, tokens) between powers of two; 0 separately."""
+        # Lengths from 2^(e - 1) to 2^e - 1 have the exponent e, and length 0 has 0.
         exponents = np.frexp(self.lengths.astype(np.float64))[1]
         for exponent in range(int(exponents[0]), int(exponents[-1]) + 1):
             is_in_bucket = exponents == exponent
@@ -373,11 +383,11 @@ class LengthHistogram:
 
 
 def length_histogram(shards: Iterable[TokenShard], one_sequence: bool) -> LengthHistogram:
-    """Return the lengths of the documents of `shards`, at least one. Reads the indexes, in
-    chunks. `one_sequence`: every document is one sequence or none, as bigtrain writes them; then a
-    third of the index is enough. Raises DataError if an index is corrupt."""
+    """Return the lengths of the documents of `shards`, at least one document. Reads the indexes, in
+    chunks. `one_sequence`: every document is one sequence or none, as bigtrain writes them; then
+    only the lengths of sequences are read. Raises DataError if an index is corrupt."""
     counts = np.zeros(1, dtype=np.int64)
-    longer: Counter[int] = Counter()
+    long_counts: Counter[int] = Counter()
     chunks_of = _sequence_lengths if one_sequence else _document_lengths
     for shard in shards:
         for lengths in chunks_of(shard):
@@ -385,18 +395,19 @@ def length_histogram(shards: Iterable[TokenShard], one_sequence: bool) -> Length
                 raise shard.corrupt("a document has negative length")
             is_long = lengths >= LONG_TOKENS
             if is_long.any():
-                longer.update(lengths[is_long].tolist())
+                long_counts.update(lengths[is_long].tolist())
                 lengths = lengths[~is_long]
-            total = np.bincount(lengths, minlength=len(counts))
-            total[: len(counts)] += counts
-            counts = total
-        if one_sequence:
+            new_counts = np.bincount(lengths, minlength=len(counts))
+            new_counts[: len(counts)] += counts
+            counts = new_counts
+        if one_sequence:  # a document without a sequence is empty
             counts[0] += max(0, shard.num_documents - shard.num_sequences)
-    (short,) = np.nonzero(counts)
-    long = sorted(longer.items())
+    (short_lengths,) = np.nonzero(counts)
+    long_lengths = np.array(sorted(long_counts), np.int64)
+    counts_of_long = np.array([long_counts[length] for length in sorted(long_counts)], np.int64)
     return LengthHistogram(
-        np.concatenate([short, np.array([n for n, _ in long], dtype=np.int64)]),
-        np.concatenate([counts[short], np.array([count for _, count in long], dtype=np.int64)]),
+        np.concatenate([short_lengths, long_lengths]),
+        np.concatenate([counts[short_lengths], counts_of_long]),
     )
 
 

@@ -79,8 +79,8 @@ def corrupt(path: Path, problem: str, fix: str = REBUILD) -> DataError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise DataError with `path` for an OSError of the block. For a missing file it names a file
-    in its directory that may be it under another name."""
+    """Raise DataError with `path` for an OSError of the block. For a missing file the error names a
+    file of the same directory with a similar name, which a user may have renamed."""
     try:
         yield
     except OSError as error:
@@ -88,7 +88,7 @@ def reading(path: Path) -> Iterator[None]:
         if isinstance(error, PermissionError):
             fix = "let this user read it: chmod, or a directory that the user may enter"
         elif isinstance(error, FileNotFoundError) and path.parent.is_dir():
-            # Not the files of other shards, whose names differ in a digit.
+            # Similar names, but not the files of other shards, whose names differ in a digit.
             file_names = [n for n in os.listdir(path.parent) if not _SHARD_FILE.fullmatch(n)]
             names = [name for name in file_names if path.name in name or path.suffix in name]
             if close := get_close_matches(path.name, names, n=1):
@@ -104,9 +104,11 @@ def same_times(recorded: Times, listed: Times) -> bool:
     """Return whether a file `listed` with these times was not modified since the `recorded` times.
     A `recorded` change newer than the listed change is accepted too: if two processes list a file
     before and after a change of mode, both accept what the second has confirmed."""
-    if recorded[0] != listed[0]:
+    recorded_modified, recorded_changed = recorded
+    listed_modified, listed_changed = listed
+    if recorded_modified != listed_modified:
         return False
-    return recorded[1] is None or listed[1] is None or recorded[1] >= listed[1]
+    return recorded_changed is None or listed_changed is None or recorded_changed >= listed_changed
 
 
 class Record(BaseModel):
@@ -184,8 +186,8 @@ class SourceRecord:
     parts: tuple[PartRecord, ...] = Field(default=(), strict=False)
 
     @property
-    def place(self) -> tuple[str, int | None, str | None]:
-        """Identity known before reading: if it differs, it is another input."""
+    def identity(self) -> tuple[str, int | None, str | None]:
+        """Path, size and revision, known before reading: if one differs, it is another input."""
         return self.path, self.bytes, self.revision
 
     @property
@@ -344,23 +346,23 @@ class Manifest(Record):
     def _consistent(self) -> Self:
         if "train" not in self.splits:
             raise ValueError("the split train is missing")
-        every = [shard for shards in self.splits.values() for shard in shards]
-        names = [shard.name for shard in every]
+        all_shards = [shard for shards in self.splits.values() for shard in shards]
+        names = [shard.name for shard in all_shards]
         if len(set(names)) != len(names):
             raise ValueError("a shard is listed twice")
-        if len({shard.mask_xxh3 is None for shard in every}) > 1:
+        if len({shard.mask_xxh3 is None for shard in all_shards}) > 1:
             raise ValueError("some shards have a mask and others do not")
-        if len({shard.blocks_xxh3 is None for shard in every}) > 1:
+        if len({shard.blocks_xxh3 is None for shard in all_shards}) > 1:
             raise ValueError("some shards have block checksums and others do not")
-        if any((shard.labels_xxh3 is None) == (self.rows in LABELED) for shard in every):
+        if any((shard.labels_xxh3 is None) == (self.rows in LABELED) for shard in all_shards):
             raise ValueError(f"shards have labels if and only if rows are {' or '.join(LABELED)}")
-        if any(shard.documents % documents_per_row(self.rows) for shard in every):
+        if any(shard.documents % documents_per_row(self.rows) for shard in all_shards):
             raise ValueError("a shard of preference pairs has an odd number of documents")
-        size = 2 if self.token_dtype == "uint16" else 4
-        for shard in every:
-            if shard.bytes != shard.tokens * size:
+        token_bytes = 2 if self.token_dtype == "uint16" else 4
+        for shard in all_shards:
+            if shard.bytes != shard.tokens * token_bytes:
                 raise ValueError(
-                    f"shard {shard.name}: {shard.tokens} tokens of {size} bytes are not "
+                    f"shard {shard.name}: {shard.tokens} tokens of {token_bytes} bytes are not "
                     f"{shard.bytes} bytes"
                 )
         return self
@@ -430,6 +432,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _why_invalid(path: Path, content: bytes, error: ValidationError) -> DataError:
+    """Return the error for the content of a manifest that is not valid."""
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError) as not_json:

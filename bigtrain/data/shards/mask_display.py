@@ -37,12 +37,13 @@ class LearnedRange:
     weight: float
     control: tuple[tuple[int, int], ...]
 
-    def render(self, written: Callable[[str, bool], str]) -> str:
-        """Return the text, with each part formatted by `written`, which gets the part and whether
-        it is a control token."""
-        edges = [0, *(edge for pair in self.control for edge in pair), len(self.text)]
+    def render(self, format_part: Callable[[str, bool], str]) -> str:
+        """Return the text, with each part formatted by `format_part`, which gets the part and
+        whether it is a control token."""
+        edges = [0, *(edge for begin_end in self.control for edge in begin_end), len(self.text)]
         parts = [self.text[low:high] for low, high in pairwise(edges)]
-        return "".join(written(part, bool(n % 2)) for n, part in enumerate(parts) if part)
+        # Every second part is a control token.
+        return "".join(format_part(part, bool(n % 2)) for n, part in enumerate(parts) if part)
 
 
 def runs_of(
@@ -51,8 +52,8 @@ def runs_of(
     weights: npt.NDArray[np.float32],
     decoder: Decoder,
 ) -> list[LearnedRange]:
-    """Return the runs of a document. mask: bool, weights: of the losses, both of the length of
-    `tokens`."""
+    """Return the runs of a document: consecutive tokens with losses of equal weight, 0 without a
+    loss. mask: bool, weights: of the losses, both of the length of `tokens`."""
     factors = np.where(mask, weights, np.float32(0))
     edges = [0, *(np.flatnonzero(np.diff(factors)) + 1).tolist(), len(tokens)]
     return [
@@ -65,22 +66,23 @@ def runs_of(
 def _run_of(
     tokens: Sequence[int], is_learned: bool, weight: float, decoder: Decoder
 ) -> LearnedRange:
+    """Return a range with its text, and the control tokens in the text."""
     text = decoder.decode(tokens)
     control: list[tuple[int, int]] = []
-    first = end = 0  # token and character after the last control token
+    first_token = text_end = 0  # token and character after the last control token
     for number, token in enumerate(tokens):
         name = decoder.control_tokens.get(token)
         if name is None:
             continue
         # Letters may spell a control token, so its position is determined by the previous tokens.
         # Some tokenizers decode a part of a text differently, for example without a leading blank.
-        before = decoder.decode(tokens[first:number])
-        begin = end + len(before)
-        if not text.startswith(before + name, end):
+        text_before = decoder.decode(tokens[first_token:number])
+        begin = text_end + len(text_before)
+        if not text.startswith(text_before + name, text_end):
             begin = len(decoder.decode(tokens[:number]))
         if text.startswith(name, begin):
             control.append((begin, begin + len(name)))
-            first, end = number + 1, begin + len(name)
+            first_token, text_end = number + 1, begin + len(name)
     return LearnedRange(text, len(tokens), is_learned, weight, tuple(control))
 
 
@@ -101,22 +103,23 @@ def for_terminal(runs: Sequence[LearnedRange], *, colors: bool) -> str:
     other than 1; control tokens underlined, or between `CONTROL_OPEN` and `CONTROL_CLOSE`."""
     texts = []
     for run in runs:
-        before, after = ("", "") if not run.is_learned else (OPEN, CLOSE)
-        if colors:
-            before, after = (_LEARNED, _PLAIN) if run.is_learned else ("", "")
+        before, after = "", ""
+        if run.is_learned:
+            before, after = (_LEARNED, _PLAIN) if colors else (OPEN, CLOSE)
 
-        def written(part: str, is_control: bool, before: str = before) -> str:
+        def format_part(part: str, is_control: bool, before: str = before) -> str:
             if not is_control:
                 return part
             if colors:
-                return f"{_CONTROL}{part}{_PLAIN}{before}"
+                return f"{_CONTROL}{part}{_PLAIN}{before}"  # the color of the run continues
             return f"{CONTROL_OPEN}{part}{CONTROL_CLOSE}"
 
-        texts.append(f"{before}{_weight(run)}{run.render(written)}{after}")
+        texts.append(f"{before}{_weight(run)}{run.render(format_part)}{after}")
     return "".join(texts)
 
 
 def _weight(run: LearnedRange) -> str:
+    """Return the text of a weight other than 1; empty for others."""
     return f"{run.weight:g}\u00d7 " if run.is_learned and run.weight != 1 else ""
 
 

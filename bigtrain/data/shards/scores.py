@@ -7,8 +7,8 @@
         request.json                 what is computed: model, data, kind
         train-00000.sums.npy         float64 [documents]: of a document's targets, summed
         train-00000.targets.npy      int64 [documents]: targets of a document
-      train-00000.mismatched.npy   float64 [documents], of rated answers (KTO): of the targets of
-                                   the mismatched answer
+        train-00000.mismatched.npy   float64 [documents], of rated answers (KTO): of the targets of
+                                     the mismatched answer
         train-00000.tokens.npy       float32 [tokens], for --kind tokens; 0 without a target
         train-00000.top_ids.npy      int32 [tokens, k], for --kind top-k
         train-00000.top_values.npy   float32 [tokens, k], in falling order; 0 without a target
@@ -43,7 +43,7 @@ from bigtrain.system.files import file_checksum, write_whole
 SCORES_NAME = "scores.json"
 REQUEST_NAME = "request.json"
 MISMATCHED = "mismatched"
-_OF_DOCUMENTS = ("sums", "targets", MISMATCHED)
+_DOCUMENT_ARRAYS = ("sums", "targets", MISMATCHED)
 ScoreKind = Literal["documents", "tokens", "top-k"]
 LongPieces = Literal["cut", "truncate"]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -70,8 +70,8 @@ class ScoreRequest(Record):
     """for top-k: the most probable tokens that are stored"""
     sequence_length: Annotated[int, Field(ge=1)]
     long_documents: LongPieces
-    """cut: a longer document is scored in pieces of sequence_length, each without those before it;
-    truncate: only its first piece is"""
+    """cut: a longer document is scored in pieces of sequence_length, each without the pieces before
+    it; truncate: only its first piece is scored"""
     dtype: str
     """of the computation"""
     part_tokens: Annotated[int, Field(ge=1)]
@@ -102,8 +102,8 @@ def data_identity(name: str, table: ShardTable) -> Identity:
     for split, shards in sorted(table.splits.items()):
         masks = shards.hexadecimal("mask_xxh3") if table.is_masked else [""] * len(shards)
         sums = shards.hexadecimal("xxh3"), shards.hexadecimal("index_xxh3"), masks
-        for row in zip(*sums, strict=True):
-            digest.update(":".join([split, *row]).encode())
+        for shard_sums in zip(*sums, strict=True):
+            digest.update(":".join([split, *shard_sums]).encode())
     return Identity(name=name, hash=digest.hexdigest())
 
 
@@ -282,7 +282,7 @@ def copy_documents(scores: Scores, splits: Sequence[Split], directory: Path) -> 
                 part.name,
                 part.first_document,
                 part.tokens,
-                {name: scores.part(part, name) for name in _OF_DOCUMENTS if name in part.arrays},
+                {name: scores.part(part, name) for name in _DOCUMENT_ARRAYS if name in part.arrays},
             )
             for part in scores.parts(split)
         ]
@@ -305,10 +305,10 @@ def find_scores(output: Path, data: Identity) -> Scores:
     return open_scores(directory)
 
 
-def differences(stored: ScoreRequest, now: ScoreRequest) -> list[str]:
+def differences(stored: ScoreRequest, current: ScoreRequest) -> list[str]:
     """Return the fields in which two requests differ, with both values."""
     changes = []
-    for name, value in now:
+    for name, value in current:
         stored_value = getattr(stored, name)
         if _compared(stored_value) != _compared(value):
             changes.append(f"{name}: {_shown(stored_value)} there, {_shown(value)} now")

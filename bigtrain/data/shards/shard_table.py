@@ -56,8 +56,9 @@ ROW = np.dtype([(name, "<u8") for name in _COLUMNS])
 
 @dataclass(frozen=True)
 class ShardColumns:
-    """Shards of a split, in stream order: `rows`, `ROW` [shards], and the UTF-8 `names`, indexed by
-    `name_end`. Checksums of absent files are 0."""
+    """Shards of a split, in stream order: `rows`, `ROW` [shards]. The name of a shard ends at byte
+    `name_end` of `names`, where the next name begins; the first begins at `names_begin`. Checksums
+    of absent files are 0."""
 
     rows: npt.NDArray[Any]
     names: memoryview
@@ -76,15 +77,16 @@ class ShardColumns:
     def checksums(self, number: int) -> dict[str, str]:
         """Return the XXH3-64 of every file of a shard, by suffix."""
         row = self.rows[number]
-        absent = {
-            "mask": not self.is_masked,
-            BLOCKS: not self.has_blocks,
-            "labels": not self.has_labels,
+        optional = {
+            "mask": self.is_masked,
+            BLOCKS: self.has_blocks,
+            "labels": self.has_labels,
+            WEIGHTS: bool(row[CHECKSUM_FIELDS[WEIGHTS]]),
         }
         return {
             suffix: f"{int(row[column]):016x}"
             for suffix, column in CHECKSUM_FIELDS.items()
-            if not absent.get(suffix) and (suffix != WEIGHTS or row[column])
+            if optional.get(suffix, True)
         }
 
     @property
@@ -156,16 +158,17 @@ def read_table(directory: Path) -> ShardTable:
 
 
 def _pack(manifest: Manifest) -> bytes:
+    """Return the content of the file of a table."""
     names = bytearray()
     rows = []
     for shards in manifest.splits.values():
         for shard in shards:
             names += shard.name.encode()
             sums = (getattr(shard, column) for column in CHECKSUM_FIELDS.values())
-            rows.append(
+            rows.append(  # in the order of `_COLUMNS`
                 (
                     *(shard.tokens, shard.documents, shard.bytes),
-                    *(0 if text is None else int(text, 16) for text in sums),
+                    *(0 if hexadecimal is None else int(hexadecimal, 16) for hexadecimal in sums),
                     len(names),
                 )
             )
@@ -186,7 +189,7 @@ def _pack(manifest: Manifest) -> bytes:
             },
         }
     ).encode()
-    head += b" " * (-(len(head)) % 8)
+    head += b" " * (-len(head) % 8)  # aligns the rows
     body = head + np.array(rows, ROW).tobytes() + names
     return _START.pack(MAGIC, len(head), xxhash.xxh3_64_intdigest(body)) + body
 
@@ -200,6 +203,7 @@ def _map(path: Path) -> ShardTable | None:
 
 
 def _parse(content: npt.NDArray[np.uint8]) -> ShardTable | None:
+    """Return the table in the content of a file; None if it is incomplete or of another version."""
     if len(content) < _START.size:
         return None
     magic, head_bytes, digest = _START.unpack(content[: _START.size].tobytes())
@@ -212,14 +216,14 @@ def _parse(content: npt.NDArray[np.uint8]) -> ShardTable | None:
     rows = body[head_bytes:rows_end].view(ROW)
     names = body[rows_end:].data
     splits: dict[Split, ShardColumns] = {}
-    begin = names_begin = 0
+    first_row = names_begin = 0
     masked, blocks = head["is_masked"], head["has_blocks"]
-    labels = head["rows"] in LABELED
+    are_labeled = head["rows"] in LABELED
     for split, count in counts.items():
-        split_rows = rows[begin : begin + count]
-        splits[split] = ShardColumns(split_rows, names, masked, blocks, names_begin, labels)
-        begin += count
+        split_rows = rows[first_row : first_row + count]
+        splits[split] = ShardColumns(split_rows, names, masked, blocks, names_begin, are_labeled)
+        first_row += count
         names_begin = int(split_rows["name_end"][-1]) if count else names_begin
     tokenizer = TokenizerRecord.model_validate(head.pop("tokenizer"))
-    names_of_labels = tuple(head.pop("labels", ()))
-    return ShardTable(tokenizer=tokenizer, splits=splits, labels=names_of_labels, **head)
+    label_names = tuple(head.pop("labels", ()))
+    return ShardTable(tokenizer=tokenizer, splits=splits, labels=label_names, **head)

@@ -30,6 +30,7 @@ class ListedShards:
         sizes = [columns.rows["bytes"].astype(np.int64) for _, columns in self._parts]
         self.num_bytes: npt.NDArray[np.int64] = np.concatenate(sizes)
         self._ends = np.cumsum([len(columns) for _, columns in self._parts])
+        # A shard has a .bin and an .idx, and optional files.
         self.num_files = sum(
             len(c) * (2 + c.is_masked + c.has_blocks + c.has_labels) + int(c.have_weights.sum())
             for _, c in self._parts
@@ -63,13 +64,14 @@ class ListedShards:
 def rank_slice(sizes: Sequence[int], rank: int, world_size: int) -> list[int]:
     """Return the indices of the items that `rank` reads; all ranks read about equally many
     bytes."""
-    shares: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [(0, owner) for owner in range(world_size)]
+    numbers_by_rank: list[list[int]] = [[] for _ in range(world_size)]
+    rank_loads = [(0, owner_rank) for owner_rank in range(world_size)]
+    # The largest items first, each for the rank with the least load.
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-        load, owner = loads[0]
-        shares[owner].append(number)
-        heapq.heapreplace(loads, (load + sizes[number], owner))
-    return shares[rank]
+        load, owner_rank = rank_loads[0]
+        numbers_by_rank[owner_rank].append(number)
+        heapq.heapreplace(rank_loads, (load + sizes[number], owner_rank))
+    return numbers_by_rank[rank]
 
 
 def corrupt_files(path: str | Path) -> list[str]:

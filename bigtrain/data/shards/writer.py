@@ -51,7 +51,7 @@ class _HashingFile:
         self.blocks.update(memoryview(data))
         self._unsynced += len(data)
         if self._unsynced >= SYNC_BYTES and (self._syncing is None or self._syncing.done()):
-            self._check()
+            self._await_sync()
             self._pool = self._pool or ThreadPoolExecutor(1)
             self._syncing = self._pool.submit(os.fdatasync, self.file.fileno())
             self._unsynced = 0
@@ -59,13 +59,13 @@ class _HashingFile:
     def close(self) -> None:
         """Wait for the thread; raises as `write`."""
         try:
-            self._check()
+            self._await_sync()
         finally:
             if self._pool is not None:
                 self._pool.shutdown()
             self.file.close()
 
-    def _check(self) -> None:
+    def _await_sync(self) -> None:
         if self._syncing is not None:
             syncing, self._syncing = self._syncing, None
             syncing.result()
@@ -93,8 +93,8 @@ class _MaskFile:
 class ShardWriter:
     """Writer of a shard, in memory bounded by the number of its documents (12 bytes each).
     `masked`: with a `.mask`, `labeled`: with a `.labels`; a `.weights` is made if there are some
-    other than 0 and 1. The files have temporary names
-    until `close`; leaving the ``with`` block by an exception removes them."""
+    other than 0 and 1. The files have temporary names until `close`; leaving the ``with`` block by
+    an exception removes them."""
 
     def __init__(
         self,
@@ -152,19 +152,23 @@ class ShardWriter:
             self._labels.write(np.ascontiguousarray(labels).data)
             self._desirable += int((labels == 1).sum())
         self._add_weights(weights, mask)
-        # The index, in memory until `close`: an empty document has no sequence.
-        full = lengths > 0
-        starts = len(self._lengths) + np.cumsum(full)
-        self._lengths.frombytes(lengths[full].astype(np.int32).tobytes())
-        self._document_starts.frombytes(starts.astype(np.int64).tobytes())
+        # The index, in memory until `close`: an empty document has no sequence. The next document
+        # starts at the sequence after the last one of this document.
+        is_filled = lengths > 0
+        sequence_ends = len(self._lengths) + np.cumsum(is_filled)
+        self._lengths.frombytes(lengths[is_filled].astype(np.int32).tobytes())
+        self._document_starts.frombytes(sequence_ends.astype(np.int64).tobytes())
         self.num_tokens += len(tokens)
         self.num_documents += len(lengths)
         self.text_bytes += text_bytes
 
     def _add_weights(self, weights: Weights | None, mask: Mask | None) -> None:
-        """Append the weights of tokens that are not counted in `num_tokens` yet."""
-        if mask is None or (weights is None and self._weights is None):
+        """Append the weights of tokens, before they are counted in `num_tokens`. The file is made
+        for the first weight other than 1, with 1 for all earlier tokens."""
+        if mask is None:
             assert weights is None
+            return
+        if weights is None and self._weights is None:  # all weights so far are 1
             return
         weights = np.where(mask, 1 if weights is None else weights, 1).astype("<f4")
         if self._weights is None:
@@ -191,22 +195,22 @@ class ShardWriter:
         index.write(pointers.astype("<i8").tobytes())
         index.write(starts.astype("<i8").tobytes())
         # Checksums of blocks: of every file with a value per token.
-        parts = [(self._bin, "bin"), (index, "idx")]
+        files = [(self._bin, "bin"), (index, "idx")]
         mask_sums = None
         if self._mask is not None:
             self._mask.finish()
-            parts.append((self._mask.part, "mask"))
+            files.append((self._mask.part, "mask"))
             mask_sums = self._mask.part.blocks.finish()
         blocks = _HashingFile(self._partial(SUFFIX))
         weights_sums = None if self._weights is None else self._weights.blocks.finish()
         blocks.write(blocks_content(self._bin.blocks.finish(), mask_sums, weights_sums))
-        parts.append((blocks, SUFFIX))
+        files.append((blocks, SUFFIX))
         if self._weights is not None:
-            parts.append((self._weights, "weights"))
+            files.append((self._weights, "weights"))
         if self._labels is not None:
-            parts.append((self._labels, "labels"))
-        for part, suffix in parts:
-            part.close()
+            files.append((self._labels, "labels"))
+        for file, suffix in files:
+            file.close()
             self._partial(suffix).rename(self.directory / f"{self.name}.{suffix}")
         return ShardRecord(
             name=self.name,

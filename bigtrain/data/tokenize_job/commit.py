@@ -77,13 +77,12 @@ class Commit:
         unit_records = [records[unit.key] for unit in self.units]
         self._write_errors(unit_records)
         # Refuse data of which the chat template drops more parts than allowed.
+        unrendered = _total(record.unrendered for record in unit_records)
         dropped = {
-            part_type: n
-            for part_type, n in _total(r.unrendered for r in unit_records).items()
-            if not is_counted_only(part_type)
+            part_kind: n for part_kind, n in unrendered.items() if not is_counted_only(part_kind)
         }
         if sum(dropped.values()) > self.options.max_unrendered:
-            dropped_text = ", ".join(f"{n:,} of {part_type}" for part_type, n in dropped.items())
+            dropped_text = ", ".join(f"{n:,} of {part_kind}" for part_kind, n in dropped.items())
             raise DataError(
                 f"the chat template drops {sum(dropped.values()):,} parts of the conversations "
                 f"({dropped_text}), more than --max-unrendered {self.options.max_unrendered} "
@@ -127,6 +126,8 @@ class Commit:
         return manifest
 
     def _manifest(self, unit_records: Sequence[UnitRecord]) -> Manifest:
+        """Return the manifest. Raise DataError if answers end in tokens that are also inside of
+        answers, or if there is no training token."""
         splits: dict[Split, tuple[ShardRecord, ...]] = {}
         for split in SPLITS:
             shards = [record.splits[split] for record in _with_documents(unit_records, split)]
@@ -137,10 +138,10 @@ class Commit:
                 )
         tokenizer = self.tokenizer
         # Tokens that end answers: generation stops at them, so no answer may contain one.
-        ends = {name for record in unit_records for name in record.answer_ends}
-        names_inside = {name for record in unit_records for name in record.inside_answers}
-        eos = self.tokenizer.generation_ends()
-        if ambiguous := sorted((ends & names_inside) - {*eos.values()}):
+        answer_ends = {name for record in unit_records for name in record.answer_ends}
+        inner_controls = {name for record in unit_records for name in record.inside_answers}
+        generation_ends = self.tokenizer.generation_ends()
+        if ambiguous := sorted((answer_ends & inner_controls) - {*generation_ends.values()}):
             raise DataError(
                 f"the chat template ends some answers in {ambiguous[0]}, which it writes inside of "
                 "others, so generation cannot stop there -> learn only the last answer: --learn "
@@ -156,10 +157,10 @@ class Commit:
                 engine_reason="; ".join(
                     sorted({record.engine_reason for record in unit_records} - {""})
                 ),
-                files_xxh3=files_fingerprint(tokenizer.place),
+                files_xxh3=files_fingerprint(tokenizer.load_path),
                 chat_template=None if self.chat_template is None else self.chat_template.hash,
                 beginning_ids=self.beginning_ids,
-                answer_end_ids=tuple(sorted(self.tokenizer.ids_of(ends))) or None,
+                answer_end_ids=tuple(sorted(self.tokenizer.ids_of(answer_ends))) or None,
                 fill_in_middle_ids=self.fill_in_middle_ids,
             ),
             token_dtype=token_dtype(tokenizer.vocab_size),
@@ -175,8 +176,9 @@ class Commit:
             splits=splits,
         )
         if not manifest.num_tokens("train"):
-            # If there are bad documents, their list is kept for the user.
-            raise (DataError if manifest.skipped_documents else EmptyDataset)(
+            # After an `EmptyDataset` no file remains; the list of bad documents is kept.
+            error_class = DataError if manifest.skipped_documents else EmptyDataset
+            raise error_class(
                 f"the input has no training tokens: {manifest.num_documents('train')} "
                 f"training documents, {manifest.num_documents('held_out')} held-out documents with "
                 f"{manifest.num_tokens('held_out')} tokens, {manifest.skipped_documents} skipped, "
@@ -189,12 +191,12 @@ class Commit:
         """Return the sources with their parts, as the units have read them."""
         parts: dict[str, list[PartRecord]] = {source.path: [] for source in self.sources}
         for unit, record in zip(self.units, unit_records, strict=True):
-            for part, read in zip(unit.parts, record.parts, strict=True):
-                layout = read.layout_xxh3 if part.source.is_hashed_by_documents else None
+            for part, done in zip(unit.parts, record.parts, strict=True):
+                layout = done.layout_xxh3 if part.source.is_hashed_by_documents else None
                 parts[part.source.path].append(
-                    PartRecord(begin=part.begin, end=part.end, xxh3=read.xxh3, layout_xxh3=layout)
+                    PartRecord(begin=part.begin, end=part.end, xxh3=done.xxh3, layout_xxh3=layout)
                 )
-        return tuple(replace(s.record, parts=tuple(parts.pop(s.path))) for s in self.sources)
+        return tuple(replace(s.record, parts=tuple(parts[s.path])) for s in self.sources)
 
     def _write_errors(self, unit_records: Sequence[UnitRecord]) -> None:
         """List every bad document; raise DataError if there are more than allowed."""
@@ -220,20 +222,21 @@ class Commit:
 
     def _bad_documents(self, unit_records: Sequence[UnitRecord]) -> Iterator[BadDocument]:
         """Yield bad documents in input order, with lines counted from the start of the file."""
-        lines_before = 0
-        previous = ""
+        num_lines_before = 0
+        previous_path = ""
         for unit, record in zip(self.units, unit_records, strict=True):
             lines_before_part = []
-            for part, read in zip(unit.parts, record.parts, strict=True):
-                if part.source.path != previous:
-                    previous, lines_before = part.source.path, 0
-                lines_before_part.append(lines_before)
-                lines_before += read.num_lines
+            for part, done in zip(unit.parts, record.parts, strict=True):
+                if part.source.path != previous_path:
+                    previous_path, num_lines_before = part.source.path, 0
+                lines_before_part.append(num_lines_before)
+                num_lines_before += done.num_lines
             if not record.bad_documents:
                 continue
             errors_path = self.workspace.directory / errors_name(record.key, record.token)
             with errors_path.open(encoding="utf-8") as file:
-                # Bad documents are detected by reading or later, by encoding: sort by position.
+                # Bad documents are detected by reading or later, by encoding: sort by part, line
+                # and row. An entry is [part, path, line, row, reason].
                 entries = sorted(map(json.loads, file), key=lambda e: (e[0], e[2] or 0, e[3] or 0))
                 for part_number, path, line, row, reason in entries:
                     if line is not None:

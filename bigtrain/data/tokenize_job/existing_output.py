@@ -51,8 +51,8 @@ OWN_NAMES = re.compile(
 
 
 def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
-    """Return `sources` without files that the command itself writes into a folder that it also
-    reads. Raises DataError if no source remains, or if an input is the output itself."""
+    """Return `sources` without the files in `output`, which may be a folder inside of an input
+    folder. Raises DataError if no source remains, or if an input is the output itself."""
     # Avoid the real path of every source: it checks every folder above each of many files.
     targets = (os.path.abspath(output), os.path.realpath(output))
     folders = tuple(target + os.sep for target in targets)
@@ -71,9 +71,9 @@ def inputs_outside(output: Path, sources: Sequence[Source]) -> list[Source]:
     return remaining
 
 
-def is_own(workspace: Workspace) -> bool:
-    """Return whether the output is free or an unfinished dataset; False if that was finished just
-    now. Raises DataError if it contains anything else."""
+def is_free_or_unfinished(workspace: Workspace) -> bool:
+    """Return whether the output is free or an unfinished dataset; False if another process has just
+    finished the dataset. Raises DataError if the output contains anything else."""
     output = workspace.output
     try:
         try:
@@ -102,8 +102,8 @@ def finished_manifest(
     """Return the manifest in the output if it matches this input; else raise DataError."""
     output = request.output
     manifest = read_manifest(output)
-    # Inputs with new times are read again and compared by content. With other options the dataset
-    # is refused anyway, and its inputs would be read differently.
+    # Inputs with new times are read again and compared by content; None if an input has changed.
+    # With other options the dataset is refused anyway, and its inputs would be read differently.
     confirmed: tuple[SourceRecord, ...] | None = manifest.sources
     same_options = manifest.options == request.options
     if same_options:
@@ -113,8 +113,8 @@ def finished_manifest(
         logger.warning("the times of input files changed; their content still matches %s", output)
     # Compare tokenizers by their files; if these differ, load the tokenizer, which takes seconds.
     files_xxh3, recorded = files_fingerprint(request.tokenizer), manifest.tokenizer
-    same_tokenizer = files_xxh3 is not None and files_xxh3 == recorded.files_xxh3
-    same_tokenizer = same_tokenizer or load_tokenizer(request.tokenizer).hash == recorded.hash
+    same_files = files_xxh3 is not None and files_xxh3 == recorded.files_xxh3
+    same_tokenizer = same_files or load_tokenizer(request.tokenizer).hash == recorded.hash
     same_template = True
     if request.options.chat:
         template = request.find_template(load_tokenizer(request.tokenizer))
@@ -146,8 +146,9 @@ def finished_manifest(
 
 
 def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool:
-    """Return whether the touched inputs of `unit` still have the content it was built from; update
-    its record. If not, the record is removed. Call it while holding the unit's lease."""
+    """Return whether the inputs of `unit` have the content that the unit was built from; contents
+    are compared where the times of files differ. Updates the times in the unit's record, or
+    removes the record if a content differs. Call it while holding the unit's lease."""
     record = workspace.unconfirmed([unit]).get(unit.key)
     if record is None:
         return False
@@ -157,7 +158,7 @@ def confirm_unit(unit: Unit, workspace: Workspace, options: ReadOptions) -> bool
         if same_times(read.times, times):
             parts.append(read)
             continue
-        if not _holds(part, read.xxh3, read.layout_xxh3, options):
+        if not _is_unchanged(part, read.xxh3, read.layout_xxh3, options):
             workspace.drop(unit.key)
             return False
         parts.append(replace(read, times=times))
@@ -169,7 +170,7 @@ def confirm_sources(
     recorded: Sequence[SourceRecord], sources: Sequence[Source], options: ReadOptions
 ) -> tuple[SourceRecord, ...] | None:
     """Return `recorded` with the times of `sources` if all contents are unchanged; else None."""
-    if [record.place for record in recorded] != [source.record.place for source in sources]:
+    if [record.identity for record in recorded] != [source.record.identity for source in sources]:
         return None
     confirmed = []
     for record, source in zip(recorded, sources, strict=True):
@@ -177,7 +178,9 @@ def confirm_sources(
             confirmed.append(record)
             continue
         if not record.parts or not all(
-            _holds(SourcePart(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options)
+            _is_unchanged(
+                SourcePart(source, read.begin, read.end), read.xxh3, read.layout_xxh3, options
+            )
             for read in record.parts
         ):
             return None
@@ -185,9 +188,11 @@ def confirm_sources(
     return tuple(confirmed)
 
 
-def _holds(part: SourcePart, xxh3: str, layout_xxh3: str | None, options: ReadOptions) -> bool:
-    """Compare checksums; `layout_xxh3` is optional if all parts of a file (not table) are
-    compared."""
+def _is_unchanged(
+    part: SourcePart, xxh3: str, layout_xxh3: str | None, options: ReadOptions
+) -> bool:
+    """Return whether a part still has the content with these checksums. `layout_xxh3` may be None
+    if all parts of a file, other than a table, are compared."""
     if part.source.read_once or (layout_xxh3 is None and part.source.is_hashed_by_documents):
         return False
     reader = part_reader(part, options, RejectedDocuments(True, lambda bad: None))

@@ -42,9 +42,10 @@ KNOWN_TOKENS = (
 )
 """Names of the tokens before prefix, suffix and middle in Qwen and Gemma, StarCoder, SantaCoder,
 Codestral, Code Llama and DeepSeek."""
-_FATES, _MODES, _CUTS = 1, 2, (3, 4)
+_SELECTION_STREAM, _MODE_STREAM, _CUT_STREAMS = 1, 2, (3, 4)
 """Streams of draws; stream 0 of seed 0 selects held-out documents."""
 _PROBES = ("b", "(", "\n")
+"""Texts that a suitable tokenizer encodes alike after another text and at the start."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ class FillInMiddle:
 
     def cut(self, content: bytes) -> Cut | None:
         """Return the parts of the document with UTF-8 `content`; None if it stays as it is."""
-        if not content or self._draw(content, _FATES) >= int(self.rule.rate * 2**64):
+        if not content or self._draw(content, _SELECTION_STREAM) >= int(self.rule.rate * 2**64):
             return None
         text = content.decode("utf-8")
-        low, high = sorted(self._draw(content, n) * (len(text) + 1) >> 64 for n in _CUTS)
-        is_spm = self._draw(content, _MODES) < int(self.rule.spm_rate * 2**64)
+        # A draw below 2^64, scaled to a position of the text or its end.
+        num_positions = len(text) + 1
+        low, high = sorted(self._draw(content, n) * num_positions >> 64 for n in _CUT_STREAMS)
+        is_spm = self._draw(content, _MODE_STREAM) < int(self.rule.spm_rate * 2**64)
         parts = (text[:low], text[low:high], text[high:])
         return Cut("spm" if is_spm else "psm", *(part.encode("utf-8") for part in parts))
 
@@ -94,15 +97,17 @@ class FillInMiddle:
         unchanged_contents = [b"" if cut else c for c, cut in zip(contents, cuts, strict=True)]
         encoded = encoder.encode_utf8(unchanged_contents)
         checks.run(encoder, reference, unchanged_contents, encoded)
-        documents_alone = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
+        documents = np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])
         # A piece that spells a beginning or an end of text is not one.
         encoded_pieces = encoder.encode_utf8(pieces, has_ends=False)
-        bare = iter(np.split(encoded_pieces.tokens, np.cumsum(encoded_pieces.lengths)[:-1]))
-        documents = [
-            self._rearranged(cut.mode, [next(bare) for _ in range(3)], encoder) if cut else document
-            for document, cut in zip(documents_alone, cuts, strict=True)
-        ]
-        # Join the pieces in the order of the mode.
+        piece_tokens = np.split(encoded_pieces.tokens, np.cumsum(encoded_pieces.lengths)[:-1])
+        # A cut document was encoded as an empty text: its three pieces replace it.
+        next_piece = 0
+        for number, cut in enumerate(cuts):
+            if cut is not None:
+                parts = piece_tokens[next_piece : next_piece + 3]
+                documents[number] = self._rearranged(cut.mode, parts, encoder)
+                next_piece += 3
         return Transformed(
             Encoded(
                 np.concatenate([encoded.tokens[:0], *documents]),
@@ -118,14 +123,14 @@ class FillInMiddle:
         beginning and end occur once, also where the text spells them as tokens."""
         begin, end = [*encoder.beginning_ids], encoder.end_of_document_id
         assert end is not None
-        bare = [part.tolist() for part in parts]
+        part_ids = [part.tolist() for part in parts]
         if encoder.parse_special_tokens:
-            if bare[0][: len(begin)] == begin:
-                bare[0] = bare[0][len(begin) :]
-            last = max((number for number, part in enumerate(bare) if part), default=0)
-            if bare[last][-1:] == [end]:
-                bare[last] = bare[last][:-1]
-        prefix, middle, suffix = bare
+            if part_ids[0][: len(begin)] == begin:
+                part_ids[0] = part_ids[0][len(begin) :]
+            last_filled = max((number for number, part in enumerate(part_ids) if part), default=0)
+            if part_ids[last_filled][-1:] == [end]:
+                part_ids[last_filled] = part_ids[last_filled][:-1]
+        prefix, middle, suffix = part_ids
         prefix_id, suffix_id, middle_id = self.ids
         ordered = [[prefix_id], prefix, [suffix_id], suffix, [middle_id], middle]
         if mode == "spm":

@@ -28,7 +28,11 @@ from bigtrain.data.tokenize_job.commit import (
     begun_plan,
     roll_back,
 )
-from bigtrain.data.tokenize_job.existing_output import finished_manifest, inputs_outside, is_own
+from bigtrain.data.tokenize_job.existing_output import (
+    finished_manifest,
+    inputs_outside,
+    is_free_or_unfinished,
+)
 from bigtrain.data.tokenize_job.fill_in_middle import fill_in_middle
 from bigtrain.data.tokenize_job.progress import TokenizeProgress, announce
 from bigtrain.data.tokenize_job.request import BuildRequest, Workers, divide
@@ -72,7 +76,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
     if request.share.size != 1 and any(source.is_standard_input for source in sources):
         raise DataError("--input - is read by one command -> remove --rank and --world-size")
     workspace = Workspace(request.output, new_token())
-    if workspace.is_finished() or not is_own(workspace):
+    if workspace.is_finished() or not is_free_or_unfinished(workspace):
         return BuildResult(finished_manifest(request, sources, workspace), already_finished=True)
     announce(f"loading tokenizer {request.tokenizer}")
     tokenizer = load_tokenizer(request.tokenizer)
@@ -86,7 +90,7 @@ def build_dataset(request: BuildRequest) -> BuildResult:
 @contextmanager
 def _work_folder(workspace: Workspace) -> Iterator[None]:
     """Create the work folder; after an exception remove it, unless it contains work."""
-    created: list[Path] = []
+    created: list[Path] = []  # missing parents of the work folder, which comes last
     try:
         try:
             created = make_parents(workspace.directory)
@@ -119,8 +123,8 @@ class _Build:
         self.template = request.find_template(tokenizer)
         self.beginning_ids = tokenizer.beginning(options.beginning_of_text)
         self.fim = fill_in_middle(options.fill_in_middle, tokenizer)
-        # Everything that changes the bytes of a unit is part of its identity: the options without
-        # limits of a job, and the tokens for which names in the options stand.
+        # Everything that changes the bytes of a unit belongs to the identity: the options, but not
+        # the limits of a job, and the tokens instead of their names in the options.
         identity = [
             tokenizer.hash,
             None if self.template is None else self.template.hash,
@@ -136,10 +140,10 @@ class _Build:
                 },
             ),
         ]
-        # The first samples are known only to the process that reads all inputs in their order.
-        is_one = options.max_samples is not None
+        # Only a process that reads all inputs in their order finds the first `max_samples`.
+        as_one_unit = options.max_samples is not None
         self.units = plan_units(
-            self.sources, self.reading, options.shard_bytes, identity, is_one=is_one
+            self.sources, self.reading, options.shard_bytes, identity, as_one_unit=as_one_unit
         )
         self.plan = plan_key(self.units)
         self.encoders: EncoderQueue | None = None
@@ -164,32 +168,34 @@ class _Build:
             raise DataError(f"{self.workspace.output} cannot be written: {error}") from error
 
     def _run(self) -> Manifest:
+        """Build missing units, then commit them or wait for the commit of another process."""
         self.workspace.require_same_filter(self.request.options.text_filter)
         # Roll back an interrupted commit of another plan; wait for a commit that is in progress.
         while begun_plan(self.workspace) not in (None, self.plan):
             with self.workspace.leases.take(COMMIT_LEASE) as has_lease:
                 if has_lease and begun_plan(self.workspace) not in (None, self.plan):
                     roll_back(self.workspace)
-                    break
+                    break  # nothing to wait for
             time.sleep(POLL_S)
         # Build the units without a record, round by round.
         records = self._records()
         missing_units = [unit for unit in self.units if unit.key not in records]
-        if touched := len(self.workspace.unconfirmed(missing_units)):
+        if num_touched := len(self.workspace.unconfirmed(missing_units)):
             logger.warning(
                 "the times of input files changed: %d finished parts are compared with their "
                 "current content",
-                touched,
+                num_touched,
             )
         done_bytes = sum(unit.num_bytes for unit in self.units if unit.key in records)
         sizes = [source.record.bytes for source in self.sources]
-        total = 0 if None in sizes else sum(size or 0 for size in sizes)
+        # A bar of 0 bytes has no end: a source of unknown size makes the total unknown.
+        total_bytes = 0 if None in sizes else sum(size or 0 for size in sizes)
         num_processes = self._workers(missing_units).num_processes
-        with TokenizeProgress(total, done_bytes, num_processes) as progress:
+        with TokenizeProgress(total_bytes, done_bytes, num_processes) as progress:
             while len(records) < len(self.units):
                 if self.workspace.is_finished():
                     return finished_manifest(self.request, self.sources, self.workspace)
-                self._work(records, progress)
+                self._build_round(records, progress)
                 records = self._records()
             self.built_tokens = progress.counts().num_tokens
         # One process commits, and every waiting process finds the dataset.
@@ -197,16 +203,16 @@ class _Build:
             with self.workspace.leases.take(COMMIT_LEASE) as has_lease:
                 if has_lease:
                     return Commit(
-                        self.workspace,
-                        self.sources,
-                        self.units,
-                        self.tokenizer,
-                        self.request.options,
-                        self.reading.key_rules,
-                        self.template,
-                        self.beginning_ids,
-                        self.request.rows,
-                        None if self.fim is None else self.fim.ids,
+                        workspace=self.workspace,
+                        sources=self.sources,
+                        units=self.units,
+                        tokenizer=self.tokenizer,
+                        options=self.request.options,
+                        key_rules=self.reading.key_rules,
+                        chat_template=self.template,
+                        beginning_ids=self.beginning_ids,
+                        rows=self.request.rows,
+                        fill_in_middle_ids=None if self.fim is None else self.fim.ids,
                     ).run(records)
             time.sleep(POLL_S)
         return finished_manifest(self.request, self.sources, self.workspace)
@@ -216,15 +222,16 @@ class _Build:
         if any(source.is_standard_input for source in self.sources):
             # Another process would not have this standard input.
             return Workers(1, this_machine(os.environ).num_cores, started=False)
-        parts = self.request.share.size or 1
-        num_units = -(-len(units) // parts)
-        num_bytes = sum(unit.num_bytes for unit in units) // parts
+        num_commands = self.request.share.size or 1
+        num_units = -(-len(units) // num_commands)
+        num_bytes = sum(unit.num_bytes for unit in units) // num_commands
         return divide(self.request.workers, num_units, num_bytes, this_machine(os.environ))
 
     def _records(self) -> dict[str, UnitRecord]:
+        """Return the records of finished units, by key, also while a commit moves their files."""
         return self.workspace.records(self.units, moved=begun_plan(self.workspace) == self.plan)
 
-    def _work(self, records: dict[str, UnitRecord], progress: TokenizeProgress) -> None:
+    def _build_round(self, records: dict[str, UnitRecord], progress: TokenizeProgress) -> None:
         """Run one round of workers over unfinished units; pause if other processes build them."""
         missing_units = tuple(unit for unit in self.units if unit.key not in records)
         leases = self.workspace.leases
@@ -238,19 +245,20 @@ class _Build:
         encoders = self._trusted_encoders()
         chat = None
         if self.request.options.chat:
-            _, end_text = self.tokenizer.text_ends()
             chat = ChatEncoder(
-                encoders.current,
-                encoders.reference,
-                self.template,
+                encoder=encoders.current,
+                reference=encoders.reference,
+                template=self.template,
                 trusted=self.request.options.parse_special_tokens,
                 plain_ends=TextEnds(
-                    self.beginning_ids, self.tokenizer.end_of_document_id, end_text
+                    prefix=self.beginning_ids,
+                    end_id=self.tokenizer.end_of_document_id,
+                    end_text=self.tokenizer.end_text,
                 ),
                 vocab_size=self.tokenizer.vocab_size,
                 rules=ChatRules(
-                    tuple(self.tokenizer.generation_ends().values()),
-                    self.request.options.max_unrendered > 0,
+                    eos=tuple(self.tokenizer.generation_ends().values()),
+                    allow_unrendered=self.request.options.max_unrendered > 0,
                 ),
             )
             if chat.answer_ends is not None and chat.answer_ends.by_next_role:
@@ -260,21 +268,21 @@ class _Build:
                     chat.answer_ends.usual,
                 )
         options = self.request.options
-        # Special tokens in texts are only characters.
-        is_plain = not (options.chat or options.parse_special_tokens)
+        # Plain text that spells special tokens is encoded as letters, and counted.
+        counts_spelled = not (options.chat or options.parse_special_tokens)
         job = Job(
-            encoders.current,
-            encoders.reference,
-            encoders.reason,
-            token_dtype(self.tokenizer.vocab_size),
-            self.request.options.held_out,
-            self.reading,
+            encoder=encoders.current,
+            reference=encoders.reference,
+            encoder_reason=encoders.reason,
+            dtype=token_dtype(self.tokenizer.vocab_size),
+            held_out=options.held_out,
+            reading=self.reading,
             allow_bad=options.max_bad_fraction > 0,
             chat=chat,
             rows=self.request.rows,
             labels=options.labels,
             fim=self.fim,
-            spelled=SpelledTokens(encoders.reference.tokenizer_json) if is_plain else None,
+            spelled=SpelledTokens(encoders.reference.tokenizer_json) if counts_spelled else None,
             max_prompt_tokens=options.max_prompt_tokens,
             max_samples=options.max_samples,
         )

@@ -1,8 +1,8 @@
 """Manifest for `.bin/.idx` pairs that Megatron or GPT-NeoX wrote, next to them and without a copy.
 
 Every token is read once: for the checksums, and to see that the tokenizer has each id. What the
-files do not contain is asked for or refused: which tokenizer made them, which of them are held out,
-and how documents end.
+files do not contain is asked for or refused: which tokenizer made the tokens, which files are held
+out, and how documents end.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def write_megatron_manifest(
     directory is a dataset already.
     """
     prefixes = {split: [_prefix(path) for path in paths] for split, paths in shards.items()}
-    directory = _common_directory([prefix for part in prefixes.values() for prefix in part])
+    directory = _common_directory([prefix for paths in prefixes.values() for prefix in paths])
     if (directory / MANIFEST_NAME).exists():
         raise DataError(
             f"{directory / MANIFEST_NAME} exists: the directory is a dataset already -> `bigtrain "
@@ -83,14 +83,16 @@ def write_megatron_manifest(
             f"own there -> --tokenizer {kept_tokenizer}, or rename that directory"
         )
     # All pairs are read and checked before the first file is written.
-    opened = {split: [TokenShard(prefix) for prefix in part] for split, part in prefixes.items()}
-    dtype = _common_dtype([shard for part in opened.values() for shard in part])
-    blocks: dict[str, bytes] = {}
+    opened = {split: [TokenShard(prefix) for prefix in paths] for split, paths in prefixes.items()}
+    all_shards = [shard for shards_of_split in opened.values() for shard in shards_of_split]
+    dtype = _common_dtype(all_shards)
+    blocks: dict[str, bytes] = {}  # contents of the `.blocks`, by shard
     scans = {
-        split: [_scan(shard, tokenizer, blocks) for shard in part] for split, part in opened.items()
+        split: [_scan(shard, tokenizer, blocks) for shard in shards_of_split]
+        for split, shards_of_split in opened.items()
     }
-    every_scan = [scan for part in scans.values() for scan in part]
-    _check_document_ends(every_scan, tokenizer, documents_end)
+    all_scans = [scan for scans_of_split in scans.values() for scan in scans_of_split]
+    _check_document_ends(all_scans, tokenizer, documents_end)
     manifest = Manifest(
         tokenizer=TokenizerRecord(
             name=tokenizer.name,
@@ -98,17 +100,18 @@ def write_megatron_manifest(
             vocab_size=tokenizer.vocab_size,
             end_of_document_id=tokenizer.end_of_document_id,
             engine=ENGINE,
-            files_xxh3=files_fingerprint(tokenizer.place),
-            beginning_ids=_beginning(every_scan, tokenizer),
+            files_xxh3=files_fingerprint(tokenizer.load_path),
+            beginning_ids=_beginning(all_scans, tokenizer),
         ),
         token_dtype=dtype,
         sources=tuple(
-            SourceRecord(path=str(shard.bin_path), bytes=shard.num_bytes)
-            for part in opened.values()
-            for shard in part
+            SourceRecord(path=str(shard.bin_path), bytes=shard.num_bytes) for shard in all_shards
         ),
         options=OptionsRecord(),
-        splits={split: tuple(scan.record for scan in part) for split, part in scans.items()},
+        splits={
+            split: tuple(scan.record for scan in scans_of_split)
+            for split, scans_of_split in scans.items()
+        },
     )
     _write(directory, manifest, tokenizer, blocks)
     return manifest
@@ -137,6 +140,7 @@ def _write(
 
 
 def _prefix(path: Path) -> Path:
+    """Return the path of a pair without ``.bin`` or ``.idx``."""
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
@@ -178,7 +182,7 @@ def _common_dtype(shards: Sequence[TokenShard]) -> TokenDtype:
             f"the pairs have tokens of different types ({listed}) -> a directory, and a command, "
             "for each type; data.sources mixes them in the run"
         )
-    return "uint16" if names.popitem()[1] == "uint16" else "int32"
+    return "uint16" if "uint16" in names.values() else "int32"
 
 
 def _scan(shard: TokenShard, tokenizer: Tokenizer, blocks: dict[str, bytes]) -> _Scan:
@@ -203,7 +207,7 @@ def _scan(shard: TokenShard, tokenizer: Tokenizer, blocks: dict[str, bytes]) -> 
             position += len(tokens)
     name = shard.bin_path.stem
     blocks[name] = blocks_content(hasher.finish(), None)
-    # Bounds of the documents that are not empty, in tokens.
+    # First and last token of the documents that are not empty.
     begins = np.append(
         shard.sequence_pointers // shard.dtype.itemsize, np.int64(shard.num_tokens)
     ).astype(np.int64)
@@ -228,31 +232,34 @@ def _scan(shard: TokenShard, tokenizer: Tokenizer, blocks: dict[str, bytes]) -> 
 
 
 def _count(ids: npt.NDArray[np.integer]) -> Counter[int]:
+    """Return how often each id occurs."""
     values, counts = np.unique(ids, return_counts=True)
     return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
 def _check_document_ends(scans: Sequence[_Scan], tokenizer: Tokenizer, documents_end: bool) -> None:
-    """Raise DataError unless every document ends with the tokenizer's end of documents, or, if
-    documents do not end with one, if some do."""
+    """Raise DataError if `documents_end` and a document does not end with the tokenizer's end of
+    documents, or if not `documents_end` and every document does."""
     last_ids = sum((scan.last_ids for scan in scans), Counter[int]())
-    total = last_ids.total()
+    num_documents = last_ids.total()
     num_ended = last_ids[tokenizer.end_of_document_id]
-    name = tokenizer.text_ends()[1]
-    if documents_end == (num_ended == total) or (not documents_end and not num_ended):
-        return
+    end_text = tokenizer.end_text
+    all_end = num_ended == num_documents
     if not documents_end:
-        raise DataError(
-            f"{num_ended:,} of {total:,} documents end with {name} "
-            f"({tokenizer.end_of_document_id}) -> "
-            "omit --without-end-of-document"
-        )
+        if all_end and num_documents:
+            raise DataError(
+                f"{num_ended:,} of {num_documents:,} documents end with {end_text} "
+                f"({tokenizer.end_of_document_id}) -> omit --without-end-of-document"
+            )
+        return
+    if all_end:
+        return
     token_id, count = last_ids.most_common(1)[0]
     fix = "--without-end-of-document if they were made without --append-eod"
-    if count == total:
+    if count == num_documents:
         fix = f"--end-of-document '{tokenizer.decode([token_id])}', with which all of them end"
     raise DataError(
-        f"{total - num_ended:,} of {total:,} documents do not end with {name} "
+        f"{num_documents - num_ended:,} of {num_documents:,} documents do not end with {end_text} "
         f"({tokenizer.end_of_document_id}), the end of documents of {tokenizer.name}; {count:,} "
         f"end with token {token_id} -> {fix}"
     )
@@ -260,7 +267,7 @@ def _check_document_ends(scans: Sequence[_Scan], tokenizer: Tokenizer, documents
 
 def _beginning(scans: Sequence[_Scan], tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the token with which the tokenizer begins texts, if all documents begin with it."""
-    beginning = tokenizer.text_ends()[0]
+    beginning = tokenizer.added_beginning()
     first_ids = sum((scan.first_ids for scan in scans), Counter[int]())
     begins = len(beginning) == 1 and first_ids[beginning[0]] == first_ids.total()
     return beginning if begins else ()

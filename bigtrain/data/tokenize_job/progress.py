@@ -37,7 +37,7 @@ class TokenizeProgress:
 
     def __post_init__(self) -> None:
         self._finished = Counts()  # of rounds that ended
-        self._now: dict[int, Counts] = {}
+        self._current: dict[int, Counts] = {}  # of this round, by worker
         self._began_at = self._line_at = self.clock()
         self._bars: list[Any] = []
         if self.stream.isatty():
@@ -47,7 +47,8 @@ class TokenizeProgress:
                 self._bars.append(self._bar("", None, 0, position))
 
     def update(self, worker: int, counts: Counts) -> None:
-        self._now[worker] = replace(counts)
+        """Show the counts of a worker, whose number is from 0."""
+        self._current[worker] = replace(counts)
         if self._bars:
             # The first bar has all inputs, and each worker's bar the input that it reads.
             total = self.counts()
@@ -68,7 +69,7 @@ class TokenizeProgress:
     def end_round(self) -> None:
         """Record that the workers have ended; new ones count from zero."""
         self._finished = self.counts()
-        self._now = {}
+        self._current = {}
 
     def show_step(self, text: str) -> None:
         """Show on a terminal what is done before the first document is read."""
@@ -83,14 +84,15 @@ class TokenizeProgress:
             print(f"tokenize: waiting for {num_units} parts of other processes", file=self.stream)
 
     def counts(self) -> Counts:
-        every = [self._finished, *self._now.values()]
+        all_counts = [self._finished, *self._current.values()]
         return Counts(
-            num_bytes=sum(counts.num_bytes for counts in every),
-            num_tokens=sum(counts.num_tokens for counts in every),
-            bad_documents=sum(counts.bad_documents for counts in every),
+            num_bytes=sum(counts.num_bytes for counts in all_counts),
+            num_tokens=sum(counts.num_tokens for counts in all_counts),
+            bad_documents=sum(counts.bad_documents for counts in all_counts),
         )
 
     def line(self) -> str:
+        """Return the progress as a line of a log."""
         counts = self.counts()
         elapsed_s = max(1e-9, self.clock() - self._began_at)
         done_bytes = self.done_bytes + counts.num_bytes
@@ -103,12 +105,14 @@ class TokenizeProgress:
             f"MB/s, {counts.num_tokens / elapsed_s:,.0f} tokens/s"
         )
         if self.total_bytes and counts.num_bytes:
-            left_s = (self.total_bytes - done_bytes) * elapsed_s / counts.num_bytes
-            text += f", {tqdm.format_interval(max(0, left_s))} left"
+            remaining_s = (self.total_bytes - done_bytes) * elapsed_s / counts.num_bytes
+            text += f", {tqdm.format_interval(max(0, remaining_s))} left"
         if counts.bad_documents:
             text += f", {counts.bad_documents:,} bad documents"
-        now = [counts for counts in self._now.values() if counts.path]
-        reading = sorted({f"{_name(c)} {100 * c.part_done // max(1, c.part_bytes)} %" for c in now})
+        current = [worker for worker in self._current.values() if worker.path]
+        reading = sorted(
+            {f"{_name(w)} {100 * w.part_done // max(1, w.part_bytes)} %" for w in current}
+        )
         return text + (f"; reading {', '.join(reading)}" if reading else "")
 
     def __enter__(self) -> Self:

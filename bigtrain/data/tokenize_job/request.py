@@ -1,6 +1,5 @@
-"""Request to `bigtrain tokenize`, and its options for reading inputs. Pure.
-
-Number of worker processes and threads that build shards, and their order of units. Pure.
+"""Request to `bigtrain tokenize`, and its options for reading inputs; number of worker processes
+and threads that build shards, and their order of units. Pure.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from bigtrain.system.machine import Machine
 
 T = TypeVar("T")
 BYTES_PER_PROCESS = 256 << 20
-"""Minimum input bytes per process if there are several: it starts in half a second, and its encoder
-has to cache words again that another has cached. Two break even with one at twice as much."""
+"""Minimum input bytes per process if there are several: a process starts in half a second, and its
+encoder caches words that other processes cache, too. Two processes are as fast as one for an input
+of twice this size."""
 MEMORY_BYTES_PER_PROCESS = 1 << 30
 """Free memory needed per process: batches, and the encoder's caches of at most half of it."""
 
@@ -64,6 +64,7 @@ def divide(workers: int | None, num_units: int, num_bytes: int, machine: Machine
 
 
 GOLDEN = 0.6180339887498949
+"""Golden ratio: the fractional parts of its multiples are spread evenly, however many there are."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,14 @@ def find_worker_rank(
     if {"RANK", "WORLD_SIZE"} & environment.keys():
         return _checked(number("RANK"), number("WORLD_SIZE"), "RANK and WORLD_SIZE")
     if {"SLURM_PROCID", "SLURM_ARRAY_TASK_ID"} & environment.keys():
-        task, num_tasks = number("SLURM_PROCID", "0"), number("SLURM_NTASKS", "1")
+        task_rank, num_tasks = number("SLURM_PROCID", "0"), number("SLURM_NTASKS", "1")
         if "SLURM_ARRAY_TASK_ID" not in environment:
-            return _checked(task, num_tasks, "SLURM_PROCID and SLURM_NTASKS")
+            return _checked(task_rank, num_tasks, "SLURM_PROCID and SLURM_NTASKS")
         step = max(1, number("SLURM_ARRAY_TASK_STEP", "1"))
-        index = (number("SLURM_ARRAY_TASK_ID") - number("SLURM_ARRAY_TASK_MIN", "0")) // step
-        count = number("SLURM_ARRAY_TASK_COUNT")
+        array_index = (number("SLURM_ARRAY_TASK_ID") - number("SLURM_ARRAY_TASK_MIN", "0")) // step
+        array_size = number("SLURM_ARRAY_TASK_COUNT")
         names = "SLURM_ARRAY_TASK_ID, _MIN, _STEP and _COUNT"
-        return _checked(index * num_tasks + task, count * num_tasks, names)
+        return _checked(array_index * num_tasks + task_rank, array_size * num_tasks, names)
     if "JOB_COMPLETION_INDEX" in environment:
         return WorkerRank(number("JOB_COMPLETION_INDEX"), None)
     return WorkerRank()
@@ -152,14 +153,15 @@ class BuildRequest:
     share: WorkerRank
 
     def reading(self) -> ReadOptions:
+        """Return the options for reading the inputs."""
         rule = self.options.text_filter
         return ReadOptions(
-            self.selection,
-            self.options.text_keys,
-            self.options.max_document_bytes,
-            self.options.chat,
-            self.options.chat_format,
-            self.options.learned == "last",
+            selection=self.selection,
+            text_keys=self.options.text_keys,
+            max_document_bytes=self.options.max_document_bytes,
+            chat=self.options.chat,
+            chat_format=self.options.chat_format,
+            last_only=self.options.learned == "last",
             scratch=self.output / WORK_DIRECTORY,
             roles=self.options.roles,
             text_filter=None if rule is None else TextFilter(rule.name, rule.source_xxh3),

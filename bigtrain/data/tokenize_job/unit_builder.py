@@ -116,31 +116,33 @@ class Job:
         )
 
     def _run_chat(self, chat: ChatEncoder, contents: list[bytes], checks: Checks) -> Batch:
-        # Rows without problems become documents: as many for each row as its kind has.
-        read = encode_rows(chat, contents, checks, self.rows, self.labels)
+        """Encode conversations, or other rows. Raise as `run`."""
+        # Each row without a problem becomes one document, or two documents of a pair.
+        rows = encode_rows(chat, contents, checks, self.rows, self.labels)
         if self.max_prompt_tokens is not None:
-            read = without_long_prompts(read, documents_per_row(self.rows), self.max_prompt_tokens)
-        encoded = read.chats
-        good_rows = np.ones(len(contents), bool)
-        good_rows[[number for number, _ in encoded.problems]] = False
-        good_rows[list(read.dropped)] = False
-        good = np.repeat(good_rows, documents_per_row(self.rows))
+            rows = without_long_prompts(rows, documents_per_row(self.rows), self.max_prompt_tokens)
+        encoded = rows.chats
+        is_kept_row = np.ones(len(contents), bool)
+        is_kept_row[[number for number, _ in encoded.problems]] = False
+        is_kept_row[list(rows.dropped)] = False
+        is_kept = np.repeat(is_kept_row, documents_per_row(self.rows))
         return Batch(
-            encoded.tokens.astype(self.dtype),
-            encoded.lengths[good],
-            np.repeat(self._held_out(contents), documents_per_row(self.rows))[good],
-            encoded.text_bytes[good],
-            encoded.mask,
-            len(contents),
-            encoded.problems,
-            encoded,
-            None if read.labels is None else read.labels[good],
+            tokens=encoded.tokens.astype(self.dtype),
+            lengths=encoded.lengths[is_kept],
+            held_out=np.repeat(self._held_out(contents), documents_per_row(self.rows))[is_kept],
+            text_bytes=encoded.text_bytes[is_kept],
+            mask=encoded.mask,
+            num_read=len(contents),
+            problems=encoded.problems,
+            chats=encoded,
+            labels=None if rows.labels is None else rows.labels[is_kept],
             weights=encoded.weights,
             spelled=encoded.spelled,
-            num_dropped=len(read.dropped),
+            num_dropped=len(rows.dropped),
         )
 
     def _held_out(self, contents: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return which documents, or rows, belong to the held-out split, bool [contents]."""
         if not self.held_out:
             return np.zeros(len(contents), bool)
         return np.fromiter((is_held_out(c, self.held_out) for c in contents), bool, len(contents))
@@ -197,7 +199,7 @@ def build_unit(
     wrong encoder; then no file remains."""
     # Read, encode and write batches; an error removes the files.
     reader = _UnitReader(unit, job, counts, workspace)
-    splits = SPLITS if job.held_out else SPLITS[:1]
+    split_names = SPLITS if job.held_out else SPLITS[:1]
     with ExitStack() as cleanup:
         writers = {
             split: cleanup.enter_context(
@@ -209,12 +211,12 @@ def build_unit(
                     labeled=job.rows in LABELED,
                 )
             )
-            for split in splits
+            for split in split_names
         }
         cleanup.enter_context(reader)
         for batch in _encoded(reader.batches(), job):
             reader.reject(batch)
-            reader.note(batch)
+            reader.add_counts(batch)
             _write(batch, writers)
             counts.num_tokens += len(batch.tokens)
             report()
@@ -256,7 +258,7 @@ class _UnitReader:
         self.rejects = RejectedDocuments(job.allow_bad, self._store_bad)
         self._errors_path: Path = workspace.directory / errors_name(unit.key, workspace.token)
         self._errors: IO[str] | None = None
-        # Part, and line or row, of conversations that were read but not encoded yet.
+        # Part, and line or row, of conversations that were read but not encoded yet, in order.
         self._positions: deque[tuple[int, int]] = deque()
         self.unrendered: Counter[str] = Counter()
         self.answer_ends: set[str] = set()
@@ -270,9 +272,9 @@ class _UnitReader:
             return {}
         return self.rejects.keys.unread(self.job.reading.key_rules)
 
-    def note(self, batch: Batch) -> None:
-        """Count rearranged documents, spelled control tokens and what the chat template drops; note
-        how the template ends answers."""
+    def add_counts(self, batch: Batch) -> None:
+        """Add the counts of rearranged documents, spelled control tokens and dropped parts, and the
+        control tokens in and after answers."""
         self.modes.update(batch.modes)
         self.spelled.update(batch.spelled)
         if batch.num_dropped:
@@ -284,9 +286,9 @@ class _UnitReader:
 
     def reject(self, batch: Batch) -> None:
         """Reject the next conversations that failed in encoding. Raises as `RejectedDocuments`."""
-        read = [self._positions.popleft() for _ in range(batch.num_read)]
+        positions = [self._positions.popleft() for _ in range(batch.num_read)]
         for number, reason in batch.problems:
-            part_number, line_or_row = read[number]
+            part_number, line_or_row = positions[number]
             part = self.unit.parts[part_number]
             reader = part_reader(part, self.job.reading, self.rejects)
             self._part_of_bad = part_number
@@ -301,28 +303,29 @@ class _UnitReader:
             yield contents, sampler.choose(contents) if sampler else Checks()
 
     def _blocks(self) -> Iterator[list[bytes]]:
+        """Yield the documents of the parts; list each finished part."""
         counts = self.counts
-        before = counts.num_bytes
-        num_wanted = self.job.max_samples
+        bytes_before = counts.num_bytes
+        num_missing = self.job.max_samples
         for part in self.unit.parts:
             reader = part_reader(part, self.job.reading, self.rejects)
             counts.path, counts.part_bytes = part.source.path, part.num_bytes
             for documents in reader.blocks():
                 counts.part_done = min(reader.bytes_done, part.num_bytes)
-                counts.num_bytes = before + counts.part_done
-                places = reader.places
-                if num_wanted is not None:
+                counts.num_bytes = bytes_before + counts.part_done
+                positions = reader.places
+                if num_missing is not None:
                     # The remaining documents are read, too: checksums are of the full inputs.
-                    documents, places = documents[:num_wanted], places[:num_wanted]
-                    num_wanted -= len(documents)
+                    documents, positions = documents[:num_missing], positions[:num_missing]
+                    num_missing -= len(documents)
                     if not documents:
                         continue
                 if self.job.chat is not None:
                     part_number = len(self.finished_parts)
-                    self._positions.extend((part_number, position) for position in places)
+                    self._positions.extend((part_number, position) for position in positions)
                 yield documents
-            before += part.num_bytes
-            counts.num_bytes, counts.part_done = before, part.num_bytes
+            bytes_before += part.num_bytes
+            counts.num_bytes, counts.part_done = bytes_before, part.num_bytes
             self.finished_parts.append(
                 PartDone(
                     xxh3=reader.checksum(),
@@ -369,9 +372,9 @@ def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterato
         try:
             for contents, checks in batches:
                 pending.append(pool.submit(job.run, contents, checks))
-                while pending and (
-                    len(pending) >= PENDING_PER_THREAD * num_threads or pending[0].done()
-                ):
+                # Yield what is done; wait for the first batch only if too many are pending.
+                max_pending = PENDING_PER_THREAD * num_threads
+                while pending and (len(pending) >= max_pending or pending[0].done()):
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -380,6 +383,7 @@ def _encoded(batches: Iterator[tuple[list[bytes], Checks]], job: Job) -> Iterato
 
 
 def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
+    """Add every document of a batch to the shard writer for its split."""
     if not batch.held_out.any():  # as most batches: nothing is copied
         writers["train"].add(
             batch.tokens,
@@ -391,13 +395,13 @@ def _write(batch: Batch, writers: dict[Split, ShardWriter]) -> None:
         )
         return
     for split, writer in writers.items():
-        documents = batch.held_out == (split == "held_out")
-        tokens = np.repeat(documents, batch.lengths)
+        is_document = batch.held_out == (split == "held_out")  # of this split
+        is_token = np.repeat(is_document, batch.lengths)
         writer.add(
-            batch.tokens[tokens],
-            batch.lengths[documents],
-            int(batch.text_bytes[documents].sum()),
-            mask=None if batch.mask is None else batch.mask[tokens],
-            labels=None if batch.labels is None else batch.labels[documents],
-            weights=None if batch.weights is None else batch.weights[tokens],
+            batch.tokens[is_token],
+            batch.lengths[is_document],
+            int(batch.text_bytes[is_document].sum()),
+            mask=None if batch.mask is None else batch.mask[is_token],
+            labels=None if batch.labels is None else batch.labels[is_document],
+            weights=None if batch.weights is None else batch.weights[is_token],
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from typing import NamedTuple
 
 from bigtrain.data.tokenize_job.existing_output import confirm_unit
 from bigtrain.data.tokenize_job.request import WorkerRank, Workers
@@ -28,10 +29,13 @@ from bigtrain.errors import BigtrainError, DataError
 
 REPORT_BYTES = 1 << 22
 """Bytes after which a worker reports progress: a few times a second."""
-
-
 Update = Callable[[int, Counts], None]
 """Callback with a worker's number and its counts in this round."""
+
+
+class _Worker(NamedTuple):
+    number: int
+    process: SpawnProcess
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,13 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
     if not workers.started:
         # Even on one core reading and writing wait less in parallel with an encoder.
         job = replace(work.job, num_threads=max(2, num_threads))
-        _take_units(replace(work, job=job), partial(update, 0))
+        _build_units(replace(work, job=job), partial(update, 0))
         return
     job = replace(work.job, num_threads=num_threads)
     # Start the workers. Not by fork: the threads of a tokenizer that was used do not survive it.
     context = multiprocessing.get_context("spawn")
-    processes: dict[Connection, tuple[int, SpawnProcess]] = {}
-    tokens: set[str] = set()
+    started: dict[Connection, _Worker] = {}  # by the connection on which a worker reports
+    worker_tokens: set[str] = set()
     try:
         for number in range(num_processes):
             receiver, sender = context.Pipe(duplex=False)
@@ -72,28 +76,28 @@ def run_round(work: Round, workers: Workers, update: Update) -> None:
             process = context.Process(target=_run_worker, args=(worker_round, num_threads, sender))
             process.start()
             sender.close()
-            tokens.add(workspace.token)
-            processes[receiver] = (number, process)
-        _follow(processes, update)
+            worker_tokens.add(workspace.token)
+            started[receiver] = _Worker(number, process)
+        _follow(started, update)
     finally:
         # After an error: end all workers, and free their units for the next round.
-        for _, process in processes.values():
-            process.kill()
-        for _, process in processes.values():
-            process.join()
+        for worker in started.values():
+            worker.process.kill()
+        for worker in started.values():
+            worker.process.join()
         if work.workspace.directory.exists():
-            work.workspace.leases.release(tokens)
+            work.workspace.leases.release(worker_tokens)
 
 
-def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Update) -> None:
+def _follow(started: dict[Connection, _Worker], update: Update) -> None:
     """Wait until every worker has reported its end. Raise the first reported error."""
-    running = dict(processes)
+    running = dict(started)
     while running:
         for connection in wait(list(running)):
             assert isinstance(connection, Connection)
             number, process = running[connection]
             try:
-                message = connection.recv()
+                message = connection.recv()  # `Counts`, and at the end None or an error
             except EOFError:
                 process.join()
                 raise DataError(
@@ -108,16 +112,16 @@ def _follow(processes: dict[Connection, tuple[int, SpawnProcess]], update: Updat
                 raise message
 
 
-def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
-    """Build units. Raise DataError or EncoderError of the first unit that fails."""
+def _build_units(work: Round, report: Callable[[Counts], None]) -> None:
+    """Build the units that are neither done nor leased. Raise the error of the first that fails."""
     workspace, counts = work.workspace, Counts()
     leases = workspace.leases
-    reported = 0
+    reported_bytes = 0
 
     def report_progress() -> None:
-        nonlocal reported
-        if counts.num_bytes - reported >= REPORT_BYTES:
-            reported = counts.num_bytes
+        nonlocal reported_bytes
+        if counts.num_bytes - reported_bytes >= REPORT_BYTES:
+            reported_bytes = counts.num_bytes
             report(counts)
 
     for unit in work.share.order(work.units):
@@ -129,6 +133,7 @@ def _take_units(work: Round, report: Callable[[Counts], None]) -> None:
             if has_lease and not workspace.is_done(unit):
                 if work.job.encoder.engine() in workspace.rejected():
                     return  # by another process; the next round uses another encoder
+                # A unit whose inputs have new times only is compared instead of built.
                 if confirm_unit(unit, workspace, work.job.reading):
                     counts.num_bytes += unit.num_bytes
                     report(counts)
@@ -144,7 +149,7 @@ def _run_worker(work: Round, num_threads: int, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        _take_units(work, connection.send)
+        _build_units(work, connection.send)
     except (BigtrainError, EncoderError, OSError) as error:
         connection.send(error)
     except BaseException:

@@ -67,7 +67,7 @@ class PartDone:
 
 
 class UnitRecord(Record):
-    """`KEY.json`. Record of a unit. `documents` are the good ones, `token` names the process that
+    """`KEY.json`. Record of a unit. `documents`: usable ones; `token` names the process that
     wrote the files. For conversations: `unrendered` parts by kind, and the texts of the control
     tokens that end answers and that answers contain. `fill_in_middle`: documents rearranged, by
     mode; `filtered`: dropped by the text filter, by reason; `spelled_tokens`: control tokens that
@@ -92,12 +92,13 @@ class UnitRecord(Record):
     def is_current(self, unit: Unit) -> bool:
         """Return whether the inputs of `unit` are unchanged by their times."""
         parts = zip(self.parts, unit.parts, strict=True)
-        return all(same_times(part.times, now.source.record.times) for part, now in parts)
+        return all(same_times(done.times, part.source.record.times) for done, part in parts)
 
     @property
     def files(self) -> list[str]:
+        """Names of the unit's files in the work folder."""
         names = [f"{s.name}.{suffix}" for s in self.splits.values() for suffix in s.checksums]
-        return [*names, *([errors_name(self.key, self.token)] if self.bad_documents else [])]
+        return [*names, errors_name(self.key, self.token)] if self.bad_documents else names
 
 
 def errors_name(key: str, token: str) -> str:
@@ -137,11 +138,13 @@ class Workspace:
     def records(self, units: Sequence[Unit], moved: bool = False) -> dict[str, UnitRecord]:
         """Return records of the units that are done, by key: inputs unchanged, encoder trusted,
         files complete (not checked if a commit has `moved` them)."""
-        return {u.key: r for u, r in self._trusted(units, moved) if r.is_current(u)}
+        trusted = self._trusted(units, moved)
+        return {unit.key: record for unit, record in trusted if record.is_current(unit)}
 
     def unconfirmed(self, units: Sequence[Unit]) -> dict[str, UnitRecord]:
         """Return the records that `records` omits only because times of inputs changed."""
-        return {u.key: r for u, r in self._trusted(units) if not r.is_current(u)}
+        trusted = self._trusted(units)
+        return {unit.key: record for unit, record in trusted if not record.is_current(unit)}
 
     def is_done(self, unit: Unit) -> bool:
         """Return whether `unit` has a record of the current inputs, with any encoder and files."""
@@ -160,6 +163,7 @@ class Workspace:
                 self.drop(unit.key)
 
     def rejected(self) -> dict[str, str]:
+        """Return why encoders are wrong, by engine."""
         reasons = {}
         for path in sorted(self.directory.glob("rejected-*.json")):
             note = json.loads(path.read_bytes())
@@ -191,7 +195,7 @@ class Workspace:
                 f"{self.output} is unfinished, and was started with {filter_text} -> start it with "
                 "that, or remove the directory to start over"
             )
-        assert current is not None
+        assert current is not None  # it differs from no filter
         write_whole(path, current.model_dump_json().encode("utf-8"), self.draft(FILTER_NAME))
 
     def remove(self) -> None:
@@ -203,6 +207,7 @@ class Workspace:
             shutil.rmtree(folder, ignore_errors=True)
 
     def has_work(self) -> bool:
+        """Return whether the folder has a record or lease of a unit, or of a commit."""
         names = (path.name for path in self.directory.glob("*.*"))
         return any(RECORD_OR_LEASE.fullmatch(name) for name in names)
 
@@ -234,13 +239,13 @@ class Workspace:
 
     def _has_files(self, record: UnitRecord) -> bool:
         try:
-            sizes = [
+            are_complete = [
                 (self.directory / f"{shard.name}.bin").stat().st_size == shard.bytes
                 for shard in record.splits.values()
             ]
         except FileNotFoundError:
             return False
-        return all(sizes) and all((self.directory / name).exists() for name in record.files)
+        return all(are_complete) and all((self.directory / name).exists() for name in record.files)
 
 
 UNIT_FORMAT = 3
@@ -265,10 +270,10 @@ def plan_units(
     shard_bytes: int,
     identity: Sequence[object],
     *,
-    is_one: bool = False,
+    as_one_unit: bool = False,
 ) -> list[Unit]:
     """Return the units of `sources`, in the order of the input, of at most about `shard_bytes`
-    each, or a single unit if `is_one`. `identity`: further inputs to a unit's bytes, tokenizer and
+    each, or one unit if `as_one_unit`. `identity`: further inputs to a unit's bytes, tokenizer and
     options, as JSON values. Reads footers of parquet and arrow files larger than `shard_bytes`;
     raises DataError for corrupt ones."""
     common = [
@@ -280,12 +285,12 @@ def plan_units(
         options.selection.dataset_split,
     ]
     groups: Iterable[list[SourcePart]] = [[unsplit(source) for source in sources]]
-    if not is_one:
+    if not as_one_unit:
         groups = _groups(sources, options, shard_bytes)
     units = []
     for parts in groups:
         described = [
-            [part.source.format_name, *part.source.record.place, part.begin, part.end]
+            [part.source.format_name, *part.source.record.identity, part.begin, part.end]
             for part in parts
         ]
         key = xxhash.xxh3_128_hexdigest(json.dumps([common, described]).encode())
@@ -306,13 +311,13 @@ def _groups(
     small files depends only on nearby files: on the hash of a path, once the group has half its
     size. So a file that is fixed, added or removed changes its group and few groups after it."""
     group: list[SourcePart] = []
-    size = 0
+    group_bytes = 0
     for source in sources:
         num_bytes = source.record.bytes
-        if num_bytes is None or size + num_bytes > shard_bytes:
+        if num_bytes is None or group_bytes + num_bytes > shard_bytes:
             if group:
                 yield group
-                group, size = [], 0
+                group, group_bytes = [], 0
             if num_bytes is None or num_bytes > shard_bytes:
                 # A decompressed file cannot be read in parts by several workers.
                 is_split = not source.needs_decompression
@@ -320,11 +325,12 @@ def _groups(
                 yield from ([part] for part in parts or [unsplit(source)])
                 continue
         group.append(unsplit(source))
-        size += num_bytes
-        chance = min(1.0, num_bytes / (shard_bytes / 4))
+        group_bytes += num_bytes
+        # The end is drawn by the path, in the mean once in a quarter of a shard's bytes.
+        probability = min(1.0, num_bytes / (shard_bytes / 4))
         draw = xxhash.xxh3_64_intdigest(source.path.encode()) / 2**64
-        if size > shard_bytes / 2 and draw < chance:
+        if group_bytes > shard_bytes / 2 and draw < probability:
             yield group
-            group, size = [], 0
+            group, group_bytes = [], 0
     if group:
         yield group

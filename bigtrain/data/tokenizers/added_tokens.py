@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bigtrain.data.shards.manifest import TokenizerRecord
-from bigtrain.data.tokenizers.tokenizer import Tokenizer, describe, load_tokenizer
+from bigtrain.data.tokenizers.tokenizer import Tokenizer, from_huggingface, load_tokenizer
 from bigtrain.errors import DataError, Problem
 from bigtrain.settings.run_config import TokenizerSection
 
@@ -37,10 +37,12 @@ def add_tokens(
 def _grown(
     name: str, huggingface: Any, plain: Sequence[str], special: Sequence[str]
 ) -> tuple[Tokenizer, dict[str, int]]:
+    """Add tokens to `huggingface`; return the tokenizer, and the ids of the added tokens."""
     huggingface.add_tokens(list(special), special_tokens=True)
     huggingface.add_tokens(list(plain))
     vocabulary = huggingface.get_vocab()
-    return describe(name, huggingface), {text: int(vocabulary[text]) for text in (*special, *plain)}
+    ids = {text: int(vocabulary[text]) for text in (*special, *plain)}
+    return from_huggingface(name, huggingface), ids
 
 
 def check_added_tokens(
@@ -83,12 +85,13 @@ def _difference(
 ) -> Problem:
     """Describe how the tokenizer of the data differs from `section`. added_ids: ids that the added
     tokens would get."""
-    # The data's tokenizer must have all tokens of the base and, beyond them, only added ones.
+    # The data's tokenizer must have all tokens of the base; all its other tokens must be added.
     vocabulary = data_tokenizer.get_vocab()
     data_name = f"the tokenizer that the data was tokenized with ({listed.name})"
-    beyond = sorted(vocabulary.keys() - base_vocabulary.keys(), key=lambda text: vocabulary[text])
-    added = {token.content: token.special for token in data_tokenizer.added_tokens_decoder.values()}
-    if not base_vocabulary.items() <= vocabulary.items() or not added.keys() >= {*beyond}:
+    extra = sorted(vocabulary.keys() - base_vocabulary.keys(), key=lambda text: vocabulary[text])
+    added_tokens = data_tokenizer.added_tokens_decoder.values()
+    has_base = base_vocabulary.items() <= vocabulary.items()
+    if not has_base or not {token.content for token in added_tokens}.issuperset(extra):
         rule = f"{data_name} was made from another one"
         return Problem("tokenizer.base", base, rule, "name the one that it was made from")
     # The added tokens must be listed completely, in the right list, and in the order of the ids.
@@ -100,24 +103,24 @@ def _difference(
             "tokenize with them: bigtrain tokenizer --config RUN.yaml --output DIR, then bigtrain "
             "tokenize --tokenizer DIR",
         )
-    special = {text for text, is_special in added.items() if is_special}
-    if unlisted := [text for text in beyond if text not in section.added]:
+    special = {token.content for token in added_tokens if token.special}
+    if unlisted := [text for text in extra if text not in section.added]:
         list_name = "add_special_tokens" if unlisted[0] in special else "add_tokens"
         ellipsis = ", ..." if len(unlisted) > 4 else ""
         rule = f"{data_name} has also {', '.join(unlisted[:4])}{ellipsis}"
         return Problem(f"tokenizer.{list_name}", None, rule, "add them too")
     for text in section.added:
-        right = "add_special_tokens" if text in special else "add_tokens"
-        if section.key_of(text) != f"tokenizer.{right}":
+        list_name = "add_special_tokens" if text in special else "add_tokens"
+        if section.key_of(text) != f"tokenizer.{list_name}":
             rule = f"is a {'control' if text in special else 'plain'} token of {data_name}"
-            return Problem(section.key_of(text), text, rule, f"name it in tokenizer.{right}")
+            return Problem(section.key_of(text), text, rule, f"name it in tokenizer.{list_name}")
         key = section.key_of(text)
-        order = [new_text for new_text in beyond if section.key_of(new_text) == key]
-        if vocabulary[text] != added_ids[text] and order != [*getattr(section, right)]:
+        right_order = [new_text for new_text in extra if section.key_of(new_text) == key]
+        if vocabulary[text] != added_ids[text] and right_order != [*getattr(section, list_name)]:
             rule = (
                 f"{text} has id {vocabulary[text]} in {data_name}, and would get {added_ids[text]}"
             )
-            remedy = f"the order of the ids: [{', '.join(order)}]"
+            remedy = f"the order of the ids: [{', '.join(right_order)}]"
             return Problem(section.key_of(text), None, rule, remedy)
     rule = f"{data_name} has the same tokens, but finds them differently"
     return Problem("tokenizer.base", base, rule, "make it by bigtrain tokenizer --config RUN.yaml")

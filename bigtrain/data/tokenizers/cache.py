@@ -86,7 +86,8 @@ def fingerprint(directory: Path, name: str) -> str | None:
         parts: list[str | bytes] = [name, package_fingerprints(*LIBRARIES)]
         parts.append(source_of(*map(str, sorted(Path(__file__).parent.glob("*.py")))))
         folders = [folder for folder in (directory, directory / SUBFOLDER) if folder.is_dir()]
-        for path in (path for folder in folders for path in sorted(folder.iterdir())):
+        paths = [path for folder in folders for path in sorted(folder.iterdir())]
+        for path in paths:
             if not path.is_file() or path.name.endswith(WEIGHT_SUFFIXES):
                 continue
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -142,20 +143,22 @@ def _changes(content: bytes, loaded: dict[str, Any]) -> dict[str, Any] | None:
     """Return the parts and model settings of `loaded` that differ from the tokenizer in `content`.
     None if the vocabulary or the merges differ. Both are compared in the canonical form of
     `tokenizers`."""
-    plain = _normal(content.decode("utf-8"))
+    plain = _canonical(content.decode("utf-8"))
     changes = _differences(loaded, plain)
     if "model" in changes:
         changes["model"] = _differences(loaded["model"], plain["model"])
         if changes["model"].keys() & {"vocab", "merges"}:
             return None
-    return changes if _normal(_with_changes(content, changes)) == loaded else None
+    return changes if _canonical(_with_changes(content, changes)) == loaded else None
 
 
 def _differences(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of `new` that `old` does not have."""
     return {key: value for key, value in new.items() if value != old.get(key)}
 
 
-def _normal(text: str) -> dict[str, Any]:
+def _canonical(text: str) -> dict[str, Any]:
+    """Return a ``tokenizer.json`` as `tokenizers` writes it."""
     from tokenizers import Tokenizer
 
     tree: dict[str, Any] = json.loads(Tokenizer.from_str(text).to_str())
@@ -163,6 +166,7 @@ def _normal(text: str) -> dict[str, Any]:
 
 
 def _with_changes(content: bytes, changes: dict[str, Any]) -> str:
+    """Return the ``tokenizer.json`` `content` with `changes` in its parts, and in its model."""
     if not changes:
         return content.decode("utf-8")
 
@@ -206,9 +210,10 @@ def foreign_file(dataset: Path, folder: str) -> str | None:
     root = os.path.realpath(dataset)
     parents = Path(root).parents
     blobs = [str(parent.with_name("blobs")) for parent in parents if parent.name == "snapshots"]
+    allowed_prefixes = tuple(parent + os.sep for parent in (root, *blobs[:1]))  # nearest snapshot
     for path in sorted([dataset / folder, *(dataset / folder).rglob("*")]):
         real = os.path.realpath(path)
-        if not real.startswith(tuple(parent + os.sep for parent in (root, *blobs[:1]))):
+        if not real.startswith(allowed_prefixes):
             return f"{path} is a link to {real}, outside of the dataset"
         if os.path.lexists(path) and not (os.path.isfile(real) or os.path.isdir(real)):
             return f"{path} is not a file"

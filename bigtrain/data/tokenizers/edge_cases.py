@@ -1,4 +1,4 @@
-"""Texts on which two readings of a tokenizer are compared: fixed ones, and those of a seeded
+"""Texts on which two readings of a tokenizer are compared: fixed texts, and texts of a seeded
 generator. No torch, no transformers."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 
-CODE_POINT_STEP = 7
+CODE_POINT_STEP, POINTS_PER_TEXT = 7, 60
 NUM_MIXTURES = 400
 
 SPACES = " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u2009\u2028\u2029\u202f\u205f\u3000"
@@ -63,9 +63,9 @@ def tokenizer_edge_cases(tokenizer_json: str) -> list[str]:
         for block in (range(0x0, 0xD800), range(0xE000, 0x20000), range(0xE0000, 0xE0200))
         for point in block[::CODE_POINT_STEP]
     ]
-    # 60 of them in a text; then every third next to a letter, a blank and a digit.
-    for low in range(0, len(points), 60):
-        row = points[low : low + 60]
+    # A row of code points as a text; then every third next to a letter, a blank and a digit.
+    for low in range(0, len(points), POINTS_PER_TEXT):
+        row = points[low : low + POINTS_PER_TEXT]
         texts.append("".join(row))
         texts.append("".join(f"{c}a {c}1{c}" for c in row[::3]))
     # Control tokens as plain text: complete, repeated and damaged.

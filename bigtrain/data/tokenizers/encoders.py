@@ -21,9 +21,9 @@ import numpy.typing as npt
 @dataclass(frozen=True)
 class Encoded:
     """Documents as tokens: `tokens` integers [sum of lengths], `lengths` int64 [documents]. Each
-    document begins with the beginning-of-text tokens and ends with the end-of-document token, once
-    if the text itself spells them, counted in its length; a document without tokens has length 0
-    and neither, as in Megatron's ``preprocess_data.py``."""
+    document begins with the beginning-of-text tokens and ends with the end-of-document token, which
+    count in its length, and are not repeated if the text itself spells them. A document without
+    tokens has length 0, and gets none, as in Megatron's ``preprocess_data.py``."""
 
     tokens: npt.NDArray[np.integer[Any]]
     lengths: npt.NDArray[np.int64]
@@ -66,39 +66,42 @@ class Encoder(ABC):
         if self._backend is None:
             self._backend = self._load()
         plain = self._encode(contents)
-        before, end = self.beginning_ids, self.end_of_document_id
-        if not has_ends or (not before and end is None):
+        beginning_ids, end_id = self.beginning_ids, self.end_of_document_id
+        if not has_ends or (not beginning_ids and end_id is None):
             return plain
 
-        # A text may spell its beginning and its end as tokens: each occurs once.
+        # If special tokens are parsed, a text may itself contain its beginning and its end, which
+        # are then not inserted. A text is begun if it begins with all of `beginning_ids`: each
+        # comparison keeps the texts that still match.
         tokens, lengths = plain.tokens, plain.lengths
-        last = np.cumsum(lengths) - 1
-        is_begun = (lengths >= max(1, len(before))) & self.parse_special_tokens
-        for offset, id_ in enumerate(before):
-            is_begun[is_begun] = tokens[(last - lengths + 1 + offset)[is_begun]] == id_
-        is_ended = (lengths > 0) & (self.parse_special_tokens or end is None)
-        if end is not None:
-            is_ended[is_ended] = tokens[last[is_ended]] == end
+        last_positions = np.cumsum(lengths) - 1
+        first_positions = last_positions - lengths + 1
+        is_begun = (lengths >= max(1, len(beginning_ids))) & self.parse_special_tokens
+        for offset, id_ in enumerate(beginning_ids):
+            is_begun[is_begun] = tokens[(first_positions + offset)[is_begun]] == id_
+        is_ended = (lengths > 0) & (self.parse_special_tokens or end_id is None)
+        if end_id is not None:
+            is_ended[is_ended] = tokens[last_positions[is_ended]] == end_id
 
         # Positions of the inserted tokens; the tokens of the texts fill all other positions.
         gets_begin, gets_end = (lengths > 0) & ~is_begun, (lengths > 0) & ~is_ended
-        new_lengths = lengths + gets_begin * len(before) + gets_end
-        stops = np.cumsum(new_lengths)
+        new_lengths = lengths + gets_begin * len(beginning_ids) + gets_end
+        new_ends = np.cumsum(new_lengths)
         result = np.empty(int(new_lengths.sum()), tokens.dtype)
-        is_token = np.ones(len(result), bool)
-        begins = (stops - new_lengths)[gets_begin]
-        insertions = [(begins + offset, id_) for offset, id_ in enumerate(before)]
-        if end is not None:
-            insertions.append((stops[gets_end] - 1, end))
+        is_of_text = np.ones(len(result), bool)
+        begins = (new_ends - new_lengths)[gets_begin]
+        insertions = [(begins + offset, id_) for offset, id_ in enumerate(beginning_ids)]
+        if end_id is not None:
+            insertions.append((new_ends[gets_end] - 1, end_id))
         for positions, id_ in insertions:
-            is_token[positions] = False
+            is_of_text[positions] = False
             result[positions] = id_
-        result[is_token] = tokens
+        result[is_of_text] = tokens
         return Encoded(result, new_lengths)
 
     @classmethod
     def engine(cls) -> str:
-        """Return library and version, for the manifest; if it is missing, that."""
+        """Return library and version, for the manifest, or that it is not installed."""
         try:
             return f"{cls.library} {metadata.version(cls.library)}"
         except metadata.PackageNotFoundError:
@@ -152,20 +155,21 @@ def hide_words(model: dict[str, Any], words: Collection[str]) -> dict[str, str]:
     WordLevel model encodes any text in its vocabulary as a token, including special tokens. A BPE
     model follows its merges, unless it ignores them for words that are tokens."""
     vocabulary = model.get("vocab") or []
-    kept_words = {model.get("unk_token")}  # models look it up by its name
+    # Words that must keep their names: of the unknown token, and words that merges name.
+    kept_words = {model.get("unk_token")}
     if "merges" in model:
         if not model.get("ignore_merges"):
             return {}
         pairs = (pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"])
         kept_words.update(part for pair in pairs for part in (*pair, "".join(pair)))
-    hidden = {word: f"\U0010fffd{word}" for word in words if word not in kept_words}
+    new_names = {word: f"\U0010fffd{word}" for word in words if word not in kept_words}
     if isinstance(vocabulary, dict):
-        hidden = {word: name for word, name in hidden.items() if word in vocabulary}
-        model["vocab"] = {hidden.get(word, word): id_ for word, id_ in vocabulary.items()}
-        return hidden
+        new_names = {word: name for word, name in new_names.items() if word in vocabulary}
+        model["vocab"] = {new_names.get(word, word): id_ for word, id_ in vocabulary.items()}
+        return new_names
     present = {word for word, _ in vocabulary}
-    model["vocab"] = [[hidden.get(word, word), score] for word, score in vocabulary]
-    return {word: name for word, name in hidden.items() if word in present}
+    model["vocab"] = [[new_names.get(word, word), score] for word, score in vocabulary]
+    return {word: name for word, name in new_names.items() if word in present}
 
 
 class _FastEncoder(Encoder):

@@ -40,6 +40,8 @@ CHECKED_ONE_IN = 1000
 CHECKED_PER_LEAD_BYTE = 8
 PIECE_BYTES = 1 << 12
 """Maximum of one document that is compared: the reference takes a few milliseconds for it."""
+BYTES_BEFORE_NEW = 256
+"""Bytes of a piece before the first letter of a script that is new."""
 FIRST_LEAD_BYTE = 0xC2
 """First lead byte of UTF-8: bytes below are ASCII or continue a character."""
 
@@ -52,16 +54,16 @@ def require_equal(fast: Encoder, reference: Encoder, contents: Sequence[bytes]) 
 def _compare(
     encoded: Encoded, documents: Sequence[int], reference: Encoder, contents: Sequence[bytes]
 ) -> None:
-    """Compare `documents` of the encoding `encoded` with the reference's encoding of `contents`."""
+    """Raise EncoderError unless the tokens of `documents` in `encoded` are the tokens by which the
+    reference encodes `contents`, one for each of `documents`."""
     expected = reference.encode_utf8(contents)
-    encoded_ends, expected_ends = np.cumsum(encoded.lengths), np.cumsum(expected.lengths)
-    for number, document in enumerate(documents):
-        have = encoded.tokens[
-            encoded_ends[document] - encoded.lengths[document] : encoded_ends[document]
-        ]
-        end = expected_ends[number]
-        if not np.array_equal(have, expected.tokens[end - expected.lengths[number] : end]):
-            text = contents[number].decode("utf-8")
+    ends, expected_ends = np.cumsum(encoded.lengths), np.cumsum(expected.lengths)
+    for index, document in enumerate(documents):
+        end, expected_end = ends[document], expected_ends[index]
+        tokens = encoded.tokens[end - encoded.lengths[document] : end]
+        expected_tokens = expected.tokens[expected_end - expected.lengths[index] : expected_end]
+        if not np.array_equal(tokens, expected_tokens):
+            text = contents[index].decode("utf-8")
             excerpt = ascii(text if len(text) <= 60 else text[:60] + "...")
             raise EncoderError(
                 f"it encodes a text of {len(text)} characters, {excerpt}, differently from "
@@ -82,6 +84,7 @@ def check_equivalence(fast: Encoder, reference: Encoder) -> None:
 
 
 def _proof_key(fast: Encoder, reference: Encoder) -> str | None:
+    """Return the cache key of the comparison of two encoders; None if it cannot be computed."""
     try:
         parts: list[str | bytes] = [
             source_of(__file__, encoders_module.__file__, edge_cases.__file__),
@@ -126,18 +129,19 @@ class CheckSampler:
         self._is_new = np.arange(256) >= FIRST_LEAD_BYTE
 
     def choose(self, contents: Sequence[bytes]) -> Checks:
+        """Return the documents of a batch to compare."""
         documents: list[int] = []
         pieces: list[bytes] = []
         # All at once: most batches have no letter of a new script.
         any_new = self._new_lead_bytes(b"".join(c for c in contents if not c.isascii()))
         for index, content in enumerate(contents):
             number = self._seen + index
-            begin = None
+            begin = None  # of the piece that is compared; None: no comparison
             if number < FIRST_CHECKED or number % CHECKED_ONE_IN == 0:
                 begin = 0
-            if any_new and not content.isascii() and (rare := self._new_lead_bytes(content)):
-                begin = max(0, content.find(rare[:1]) - 256)
-                for byte in set(rare):
+            if any_new and not content.isascii() and (new_bytes := self._new_lead_bytes(content)):
+                begin = max(0, content.find(new_bytes[:1]) - BYTES_BEFORE_NEW)
+                for byte in set(new_bytes):
                     self._by_lead_byte[byte] += 1
                     self._is_new[byte] = self._by_lead_byte[byte] < CHECKED_PER_LEAD_BYTE
             if begin is None:
@@ -195,6 +199,7 @@ class EncoderQueue:
         )
 
     def _advance(self) -> None:
+        """Set `current` to the next candidate that agrees on the edge cases, or the reference."""
         while self.candidates:
             reference = self.reference
             encoder_class = self.candidates.pop(0)

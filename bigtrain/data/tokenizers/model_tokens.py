@@ -34,14 +34,14 @@ def check_model_tokens(
     if config.data.allow_other_tokenizer:
         return []
     if resumes:
-        return _check(config, directory, source, "output.directory", config.output.directory)
+        return _compare(config, directory, source, "output.directory", config.output.directory)
     problems: list[Problem] = []
     for key, name in (
         ("model.path", config.model.path),
         (INITIAL, config.checkpoint.initialize_from),
     ):
-        if name is not None and not problems:
-            problems = _check(config, directory, source, key, name)
+        if name is not None and not problems:  # one problem suffices: both have one fix
+            problems = _compare(config, directory, source, key, name)
     return problems
 
 
@@ -82,7 +82,8 @@ def _tokenizer_file(name: str) -> Path | None:
     return own_file(path)
 
 
-def _check(config: RunConfig, directory: Path, source: str, key: str, name: str) -> list[Problem]:
+def _compare(config: RunConfig, directory: Path, source: str, key: str, name: str) -> list[Problem]:
+    """Return the problem of tokens with another meaning for the weights `name`, set by `key`."""
     data_file, model_file = directory / "tokenizer.json", _tokenizer_file(name)
     if model_file is None or not data_file.is_file():
         return []
@@ -135,20 +136,22 @@ def _other_ids(data: Mapping[str, int], model: Mapping[str, int]) -> str:
 
 
 def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]]) -> str:
-    """Describe a text that the two split differently despite equal ids; empty for none."""
-    if all(_parts(trees[0], part) == _parts(trees[1], part) for part in _PARTS):
+    """Describe a text that the tokenizers of data and model, given as the trees of their files,
+    split differently despite equal ids; empty for none."""
+    if all(_comparable_part(trees[0], part) == _comparable_part(trees[1], part) for part in _PARTS):
         return ""
     from tokenizers import Tokenizer as Backend
 
-    data, model = (Backend.from_str(json.dumps(tree)) for tree in trees)
-    only_one = vocabularies[0].keys() ^ vocabularies[1].keys()
     from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
 
+    backends = [Backend.from_str(json.dumps(tree)) for tree in trees]
+    unshared_tokens = vocabularies[0].keys() ^ vocabularies[1].keys()
     for text in tokenizer_edge_cases("{}"):
-        if only_one and any(token in text for token in only_one):
+        # A token that only one of the tokenizers has may split its text differently.
+        if any(token in text for token in unshared_tokens):
             continue
         try:
-            ids = [backend.encode(text, add_special_tokens=False).ids for backend in (data, model)]
+            ids = [backend.encode(text, add_special_tokens=False).ids for backend in backends]
         except Exception:  # a tokenizer that cannot encode every text
             continue
         if ids[0] != ids[1]:
@@ -159,7 +162,8 @@ def _other_splits(trees: list[dict[str, Any]], vocabularies: list[dict[str, int]
     return ""
 
 
-def _parts(tree: Mapping[str, Any], part: str) -> Any:
+def _comparable_part(tree: Mapping[str, Any], part: str) -> Any:
+    """Return a part of a tokenizer without vocabulary, whose merges are pairs."""
     value = tree.get(part)
     if part == "model" and isinstance(value, dict):
         merges = [m.split(" ", 1) if isinstance(m, str) else m for m in value.get("merges") or []]
@@ -201,7 +205,8 @@ def check_vocabulary(
 
 
 def known_vocab_size(model: ModelSection) -> int | None:
-    """Return the rows of the model's embedding from files on this machine; None if unknown."""
+    """Return `vocab_size` of the model's configuration, from overrides, the run's configuration or
+    a file on this machine; None if none has it."""
     tree: Any = model.config
     if not isinstance(tree, dict):
         name = str(model.path if tree is None else tree)
@@ -210,6 +215,7 @@ def known_vocab_size(model: ModelSection) -> int | None:
             tree = json.loads(path.read_bytes())
         except (OSError, ValueError):
             return None  # a Hub name, or a directory that the model layer will refuse
+    # Overrides have precedence; a model of text and images has a text_config.
     for source in (model.overrides, tree):
         if isinstance(source, dict):
             text_config = source.get("text_config")

@@ -33,13 +33,13 @@ def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
     difference = _differences(tokenizer, file_tokenizer, path)
     if not difference:
         return tokenizer, ""
-    rebuilt = without_class(path, tokenizer, **options)
-    still = _differences(rebuilt, file_tokenizer, path)
-    if still:
+    plain_tokenizer = without_class(path, tokenizer, **options)
+    still_different = _differences(plain_tokenizer, file_tokenizer, path)
+    if still_different:
         raise DataError(
             f"{path} differs from the tokenizer that transformers loads from it, with the class "
-            f"that tokenizer_config.json names ({difference}) and without it ({still}) -> save the "
-            "tokenizer again with PreTrainedTokenizerFast"
+            f"that tokenizer_config.json names ({difference}) and without it ({still_different}) "
+            "-> save the tokenizer again with PreTrainedTokenizerFast"
         )
     note = (
         f"transformers' class {type(tokenizer).__name__} does not follow {path} ({difference}): "
@@ -51,7 +51,7 @@ def as_in_file(tokenizer: Any, path: Path, **options: Any) -> tuple[Any, str]:
             "tokens, so a run with this model and an export is refused -> to train with what "
             f"transformers reads: {resave_commands(path.parent)}"
         )
-    return rebuilt, note
+    return plain_tokenizer, note
 
 
 def resave_commands(directory: Path) -> str:
@@ -65,18 +65,18 @@ def resave_commands(directory: Path) -> str:
     )
 
 
-def without_class(path: Path, named: Any = None, **options: Any) -> Any:
+def without_class(path: Path, class_tokenizer: Any = None, **options: Any) -> Any:
     """Return the tokenizer in `path` by transformers' plain class, with the special tokens of
-    `named` that are in the file's vocabulary."""
+    `class_tokenizer` that are in the file's vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = _read(path).get_vocab(with_added_tokens=True)
-    named_tokens = (
-        {name: getattr(named, name, None) for name in _NAMED} if named is not None else {}
-    )
-    special = {name: str(token) for name, token in named_tokens.items() if str(token) in vocabulary}
-    plain: Any = PreTrainedTokenizerFast
-    return plain.from_pretrained(str(path.parent), **special, **options)
+    special = {}
+    if class_tokenizer is not None:
+        texts = {name: str(getattr(class_tokenizer, name, None)) for name in _NAMED}
+        special = {name: text for name, text in texts.items() if text in vocabulary}
+    plain_class: Any = PreTrainedTokenizerFast
+    return plain_class.from_pretrained(str(path.parent), **special, **options)
 
 
 def _read(path: Path) -> Any:
@@ -96,23 +96,24 @@ def _differences(tokenizer: Any, file_tokenizer: Any, path: Path) -> str:
         return ""
     actual, expected = json.loads(backend.to_str()), json.loads(file_tokenizer.to_str())
     added = {token["content"]: token for token in actual["added_tokens"]}
-    missing = [t["content"] for t in expected["added_tokens"] if added.get(t["content"]) != t]
+    lacks_token = any(added.get(token["content"]) != token for token in expected["added_tokens"])
     file_tokens = {token["content"] for token in expected["added_tokens"]}
     plain_tokens = file_tokenizer.get_vocab(with_added_tokens=False).keys()
     extra = sorted(added.keys() - file_tokens - plain_tokens)
-    if extra and (strange := [name for name in extra if name not in _settings(path)]):
-        return f"it adds the token {strange[0]}"
+    if extra and (unnamed := [name for name in extra if name not in _settings(path)]):
+        return f"it adds the token {unnamed[0]}"
 
-    # Parts that determine tokens: reported if they change an edge case, or other texts for sure.
-    changed = [part for part in _ENCODING if _steps(actual, part) != _steps(expected, part)]
-    changed += ["added_tokens"] * bool(missing)
+    # Parts that determine tokens: reported if they change an edge case, or certainly another text.
+    changed = [part for part in _ENCODING if _bare_part(actual, part) != _bare_part(expected, part)]
+    if lacks_token:
+        changed.append("added_tokens")
     if changed and (text := _encoded_otherwise(backend, file_tokenizer)) is not None:
         return f"{', '.join(changed)}; for example {text[:40]!a}"
-    if sure := [part for part in changed if part in ("normalizer", "pre_tokenizer")]:
-        return ", ".join(sure)
+    if certain := [part for part in changed if part in ("normalizer", "pre_tokenizer")]:
+        return ", ".join(certain)
     if "model" in changed and _bare_model(actual) != _bare_model(expected):
         return "model"
-    if _steps(actual, "decoder") != _steps(expected, "decoder"):
+    if _bare_part(actual, "decoder") != _bare_part(expected, "decoder"):
         return "decoder"
     # The file need not define the special tokens of a text if the settings do.
     sets_ends = any(f'"add_{end}_token"' in _settings(path) for end in ("bos", "eos"))
@@ -121,7 +122,7 @@ def _differences(tokenizer: Any, file_tokenizer: Any, path: Path) -> str:
     return ""
 
 
-def _steps(tree: Any, part: str) -> Any:
+def _bare_part(tree: Any, part: str) -> Any:
     """Return a part of a tokenizer without settings that do not affect tokens."""
 
     def bare(value: Any) -> Any:

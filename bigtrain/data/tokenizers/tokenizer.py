@@ -67,14 +67,14 @@ class Tokenizer:
     """Its end-of-sequence token, if another one ends documents (`with_end_of_document`)."""
 
     @property
-    def place(self) -> str:
+    def load_path(self) -> str:
         """Directory or name from which it can be loaded again."""
         return self.directory or self.name
 
     @cached_property
     def huggingface(self) -> Any:
         """Tokenizer object of ``AutoTokenizer``; imports transformers."""
-        return _load_with_transformers(self.place)[0] if self.loaded is None else self.loaded
+        return _load_with_transformers(self.load_path)[0] if self.loaded is None else self.loaded
 
     def encoder(
         self,
@@ -90,7 +90,7 @@ class Tokenizer:
     def beginning(self, policy: BeginningOfText) -> tuple[int, ...]:
         """Return the tokens that begin a text; auto: tokens that the tokenizer itself adds. Raises
         DataError for always if the tokenizer has no token for it."""
-        beginning_ids = () if policy == "never" else self.text_ends()[0]
+        beginning_ids = () if policy == "never" else self.added_beginning()
         if beginning_ids or policy != "always":
             return beginning_ids
         bos_id = self.huggingface.bos_token_id
@@ -127,24 +127,31 @@ class Tokenizer:
 
         return Backend.from_str(self.backend_json)
 
-    def text_ends(self) -> tuple[tuple[int, ...], str]:
-        """Return the special tokens that it adds at the start of every text, and the text of the
-        end-of-document token."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        full = self._backend.encode("a", add_special_tokens=True).ids
-        offsets = range(len(full) - len(bare) + 1)
-        begin = next((n for n in offsets if full[n : n + len(bare)] == bare), 0)
-        return tuple(full[:begin]), str(self._backend.id_to_token(self.end_of_document_id))
+    @property
+    def end_text(self) -> str:
+        """Text of the end-of-document token."""
+        return str(self._backend.id_to_token(self.end_of_document_id))
+
+    def added_beginning(self) -> tuple[int, ...]:
+        """Return the special tokens that it adds at the start of every text."""
+        plain_ids = self._backend.encode("a", add_special_tokens=False).ids
+        full_ids = self._backend.encode("a", add_special_tokens=True).ids
+        offsets = range(len(full_ids) - len(plain_ids) + 1)
+        matches = (n for n in offsets if full_ids[n : n + len(plain_ids)] == plain_ids)
+        num_before = next(matches, 0)
+        return tuple(full_ids[:num_before])
 
     def ids_of(self, names: Iterable[str]) -> list[int]:
         """Return the ids of the `names` that are tokens."""
         ids = map(self._backend.token_to_id, names)
-        return [number for number in ids if number is not None]
+        return [token_id for token_id in ids if token_id is not None]
 
     def joins(self, first: str, second: str) -> bool:
         """Return whether the tokens of two texts decode to the two texts, joined."""
-        parts = [self._backend.encode(part, add_special_tokens=False) for part in (first, second)]
-        ids = [number for part in parts for number in part.ids]
+        encodings = [
+            self._backend.encode(text, add_special_tokens=False) for text in (first, second)
+        ]
+        ids = [token_id for encoding in encodings for token_id in encoding.ids]
         return bool(self._backend.decode(ids, skip_special_tokens=False) == first + second)
 
     def generation_ends(self) -> dict[int, str]:
@@ -152,13 +159,14 @@ class Tokenizer:
         the tokens of ``generation_config.json`` in the directory, if it exists."""
         ids = [self.end_of_document_id if self.eos_id is None else self.eos_id]
         try:
-            tree = json.loads((Path(self.place) / "generation_config.json").read_bytes())
-            listed = tree.get("eos_token_id")
-            ids += listed if isinstance(listed, list) else [listed]
+            tree = json.loads((Path(self.load_path) / "generation_config.json").read_bytes())
+            eos_ids = tree.get("eos_token_id")
+            ids += eos_ids if isinstance(eos_ids, list) else [eos_ids]
         except (OSError, ValueError, AttributeError):
             pass  # missing, or not a file of transformers
-        texts = {n: self._backend.id_to_token(n) for n in ids if isinstance(n, int) and n >= 0}
-        return {number: name for number, name in texts.items() if name}
+        valid_ids = [token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0]
+        texts = {token_id: self._backend.id_to_token(token_id) for token_id in valid_ids}
+        return {token_id: name for token_id, name in texts.items() if name}
 
     def chat_template(self, file: Path | None = None) -> ChatTemplate:
         """Return the tokenizer's chat template, or the template `file`. Raises DataError if there
@@ -169,8 +177,8 @@ class Tokenizer:
             raise DataError(f"--chat-template {file} {error}") from error
         try:
             # A tokenizer may have one template for conversations with tools and one for others.
-            find = self.huggingface.get_chat_template
-            template, with_tools = find(jinja, None), find(jinja, [])
+            get_template = self.huggingface.get_chat_template
+            template, with_tools = get_template(jinja, None), get_template(jinja, [])
         except ValueError as error:
             raise NoChatTemplate(
                 f"tokenizer {self.name} has no chat template -> specify one: --chat-template FILE"
@@ -186,6 +194,7 @@ class Tokenizer:
         return ChatTemplate(template, with_tools, variables, literals)
 
     def decode(self, tokens: Sequence[int] | npt.NDArray[Any]) -> str:
+        """Return the text of `tokens`, with special tokens."""
         ids = [int(token) for token in tokens]
         if self.cached is not None and self.cached.decodes_plainly:
             return self.cached.decode(ids)
@@ -241,7 +250,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     loaded, remark = _load_with_transformers(name)
     if remark:
         logger.warning("%s", remark)
-    tokenizer = describe(name, loaded)
+    tokenizer = from_huggingface(name, loaded)
     if key and fingerprint(directory, name) == key:  # otherwise its files changed during loading
         facts = {fact: getattr(tokenizer, fact) for fact in FACTS} | {"remark": remark}
         cached = put_cached_tokenizer(directory, key, loaded, facts, decodes_plainly(loaded))
@@ -263,7 +272,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     # A directory needs a tokenizer's file; a name that the Hub lacks may be in the local cache.
     directory = Path(name)
     is_local = directory.exists()
-    problem = None if is_local else _hub_problem(name)
+    hub_problem = None if is_local else _hub_problem(name)
     files = ("tokenizer.json", "tokenizer_config.json")
     if directory.is_file():
         folder = "a folder"
@@ -281,7 +290,10 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
-        options = {"trust_remote_code": False, "local_files_only": is_local or problem is not None}
+        options = {
+            "trust_remote_code": False,
+            "local_files_only": is_local or hub_problem is not None,
+        }
         path = own_file(name) if is_local else None
         try:
             loaded: Any = AutoTokenizer.from_pretrained(name, **options)
@@ -307,7 +319,7 @@ def _load_with_transformers(name: str) -> tuple[Any, str]:
             ) from error
         raise DataError(
             f"tokenizer {name}: not a directory here, and "
-            + (problem or f"the Hugging Face Hub's cannot be loaded: {first_line(error)}")
+            + (hub_problem or f"the Hugging Face Hub's cannot be loaded: {first_line(error)}")
             + " -> specify a directory (`bigtrain tokenizer` trains one) or a Hub tokenizer"
         ) from error
     finally:
@@ -347,7 +359,7 @@ def tokenizer_hash(huggingface: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def describe(name: str, huggingface: Any) -> Tokenizer:
+def from_huggingface(name: str, huggingface: Any) -> Tokenizer:
     """Return a transformers tokenizer with the facts that shards record. Raise DataError if it has
     no fast implementation or no end-of-sequence token."""
     if getattr(huggingface, "backend_tokenizer", None) is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from bigtrain.data.tokenizers.tokenizer import Tokenizer, describe
+from bigtrain.data.tokenizers.tokenizer import Tokenizer, from_huggingface
 from bigtrain.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -66,4 +66,4 @@ def train_tokenizer(batches: Iterable[Sequence[str]], vocab_size: int) -> Tokeni
     wrapped = wrapper(
         tokenizer_object=backend, eos_token=END_OF_DOCUMENT, clean_up_tokenization_spaces=False
     )
-    return describe("trained here", wrapped)
+    return from_huggingface("trained here", wrapped)

@@ -40,15 +40,15 @@ class KtoLoss(ObjectiveLoss):
     def prepare(self, passes: Passes, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Estimate the divergence. TRL does it for the micro-batches that ranks train at once."""
         all_batches = list(batches)
-        total = torch.zeros(2, dtype=torch.float64)
+        sum_and_count = torch.zeros(2, dtype=torch.float64)  # of log ratios of mismatched answers
         mismatched = (batch.every_second(1) for batch in all_batches)
         for batch, moved, policy in passes.row_sums(mismatched):
             reference = reference_sums(passes, batch, moved)
-            total = total.to(policy.device)
-            total[0] += (policy - reference).sum()
-            total[1] += (moved.labels != IGNORED_LABEL).any(-1).sum()
-        total = passes.sum_over_replicas(total)
-        self._divergence = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
+            sum_and_count = sum_and_count.to(policy.device)
+            sum_and_count[0] += (policy - reference).sum()
+            sum_and_count[1] += (moved.labels != IGNORED_LABEL).any(-1).sum()
+        sum_and_count = passes.sum_over_replicas(sum_and_count)
+        self._divergence = (sum_and_count[0] / sum_and_count[1].clamp(min=1)).clamp(min=0).float()
         record("kl", self._divergence)
         return all_batches
 
@@ -73,9 +73,9 @@ class KtoLoss(ObjectiveLoss):
 
         # Metrics under TRL's names; answers are counted on the host.
         rewards = section.beta * (sums.detach() - reference)
-        present = (answers.labels != IGNORED_LABEL).any(-1)
+        present_on_host = (answers.labels != IGNORED_LABEL).any(-1)
         for side, is_side in (("chosen", answers.desirable), ("rejected", ~answers.desirable)):
-            mask = is_side & present
+            mask = is_side & present_on_host
             if count := int(mask.sum()):
                 mask = mask.to(sums.device)
                 for name, row_values in (("rewards", rewards), ("logps", sums.detach())):

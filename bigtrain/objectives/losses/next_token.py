@@ -13,7 +13,7 @@ from bigtrain.objectives.section import ObjectiveSection
 
 def loss_terms(section: ObjectiveSection) -> LossTerms:
     """Return the terms that a run adds to the cross-entropy of the next token."""
-    # Of preferences it is a share of the pairs, and not of a target.
+    # The label smoothing of preferences is a share of the pairs, and not of a target.
     smoothing = section.label_smoothing if section.kind.is_next_token else 0.0
     return LossTerms(smoothing, section.z_loss, section.kind.teacher_weight, section.temperature)
 

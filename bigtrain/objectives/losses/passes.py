@@ -100,12 +100,12 @@ class LogProbabilityLoss(ObjectiveLoss):
         if self.objective.needs_reference and sums is None:
             reference = reference_log_probabilities(passes, batch, moved)
             sums = reference.sum(-1)
-        values, outputs = passes.log_probabilities(batch, moved)
+        log_probabilities, outputs = passes.log_probabilities(batch, moved)
         targets = moved.labels != IGNORED_LABEL
         with recording_if(passes.reports_loss):
             num_units = self.count(batch.labels)
             loss = self.loss(
-                ObjectiveBatch(values, targets, moved.labels, reference, sums, num_units)
+                ObjectiveBatch(log_probabilities, targets, moved.labels, reference, sums, num_units)
             )
         return loss, outputs
 
@@ -136,8 +136,8 @@ def reference_sums(passes: Passes, batch: MicroBatch, moved: MicroBatch) -> torc
 
 def pairs_present(labels: torch.Tensor) -> torch.Tensor:
     """Return which pairs of rows of `labels` [R, T] are not padding: bool [R / 2]."""
-    rows = (labels != IGNORED_LABEL).any(-1)
-    return rows[0::2] & rows[1::2]
+    has_target = (labels != IGNORED_LABEL).any(-1)
+    return has_target[0::2] & has_target[1::2]
 
 
 def record_rewards(

@@ -80,12 +80,9 @@ def _nca_pair(
     chosen_rewards: torch.Tensor, rejected_rewards: torch.Tensor, section: ObjectiveSection
 ) -> torch.Tensor:
     """Return the losses of noise contrastive alignment (arXiv 2402.05369)."""
-    chosen_rewards, rejected_rewards = (
-        section.beta * chosen_rewards,
-        section.beta * rejected_rewards,
-    )
-    noise_terms = F.logsigmoid(-chosen_rewards) + F.logsigmoid(-rejected_rewards)
-    return -F.logsigmoid(chosen_rewards) - 0.5 * noise_terms
+    scaled_chosen, scaled_rejected = section.beta * chosen_rewards, section.beta * rejected_rewards
+    noise_terms = F.logsigmoid(-scaled_chosen) + F.logsigmoid(-scaled_rejected)
+    return -F.logsigmoid(scaled_chosen) - 0.5 * noise_terms
 
 
 def _bco_pair(
@@ -134,8 +131,9 @@ def _discopop(
     """Return the losses that DiscoPOP found (arXiv 2406.08414, equation 5, with its temperature):
     logistic and exponential, mixed by the margin."""
     margins = section.beta * (chosen_rewards - rejected_rewards)
-    share = torch.sigmoid(margins / _DISCOPOP_TEMPERATURE)
-    return -F.logsigmoid(margins) * (1 - share) + torch.exp(-margins) * share
+    exponential_share = torch.sigmoid(margins / _DISCOPOP_TEMPERATURE)
+    logistic, exponential = -F.logsigmoid(margins), torch.exp(-margins)
+    return logistic * (1 - exponential_share) + exponential * exponential_share
 
 
 def _simpo(
@@ -184,19 +182,20 @@ class PreferenceLoss(LogProbabilityLoss):
 
     def loss(self, batch: ObjectiveBatch) -> torch.Tensor:
         section, present = self.objective.section, pairs_present(batch.labels)
-        # Rewards of rows: log ratio to the reference, or without one the mean log-probability.
-        values = rewards = batch.row_means
+        # Rewards of rows: log ratio to the reference, or without one the mean log-probability. The
+        # inputs of some losses are log ratios per token, while the metrics are log ratios of rows.
+        loss_inputs = rewards = batch.row_means
         if self.objective.needs_reference:
             assert batch.reference_sums is not None
-            values = rewards = batch.row_sums - batch.reference_sums
+            loss_inputs = rewards = batch.row_sums - batch.reference_sums
             if section.loss in _PER_TOKEN:
-                values = rewards / batch.row_lengths.clamp(min=1)
+                loss_inputs = rewards / batch.row_lengths.clamp(min=1)
 
-        # Padding has no loss; a row of it may be next to a row with targets.
-        def side(rows: torch.Tensor, first_row: int) -> torch.Tensor:
+        # Padding has no loss; a row of padding may be next to a row with targets.
+        def side(rows: torch.Tensor, first_row: int) -> torch.Tensor:  # 0: chosen, 1: rejected
             return torch.where(present, rows[first_row::2], torch.zeros_like(rows[first_row::2]))
 
-        losses = LOSSES[section.loss](side(values, 0), side(values, 1), section)
+        losses = LOSSES[section.loss](side(loss_inputs, 0), side(loss_inputs, 1), section)
         if section.sft_weight:
             # RPO (arXiv 2404.19733, equation 1): -weight log p_w per token of the chosen answer.
             losses = losses - section.sft_weight * batch.row_means[0::2]

@@ -19,7 +19,7 @@ from bigtrain.data.chat.token_bytes import token_bytes
 from bigtrain.data.documents.conversations import conversation_bytes
 from bigtrain.data.tokenizers.chat_template import ChatTemplate, ConversationError
 from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, Encoder, ReferenceEncoder
-from bigtrain.data.tokenizers.tokenizer import describe
+from bigtrain.data.tokenizers.tokenizer import from_huggingface
 from bigtrain.errors import DataError
 from tests.support.chats import (
     CHATML,
@@ -48,7 +48,7 @@ def encoder_of(
     trusted: bool = False,
     kind: type[Encoder] = ReferenceEncoder,
 ) -> ChatEncoder:
-    tokenizer = describe("test", tokenizer_of(template, normalizer))
+    tokenizer = from_huggingface("test", tokenizer_of(template, normalizer))
     reference = tokenizer.encoder(True, ends=False)
     encoder = kind(reference.tokenizer_json, None, True)
     return ChatEncoder(encoder, reference, tokenizer.chat_template(), trusted)
@@ -399,7 +399,7 @@ def test_tokenizers_without_bytes_take_the_slow_way() -> None:
 
 
 def encoder_for(huggingface: Any) -> ChatEncoder:
-    described = describe("test", huggingface)
+    described = from_huggingface("test", huggingface)
     reference = described.encoder(True, ends=False)
     return ChatEncoder(reference, reference, described.chat_template(), False)
 
@@ -453,7 +453,7 @@ def test_control_tokens_that_a_normalizer_makes() -> None:
 
 
 def test_templates_that_are_none(tmp_path: Path) -> None:
-    tokenizer = describe("mine", chat_tokenizer(None))
+    tokenizer = from_huggingface("mine", chat_tokenizer(None))
     with pytest.raises(
         DataError, match="tokenizer mine has no chat template -> specify one: --chat-t"
     ):
@@ -467,15 +467,15 @@ def test_templates_that_are_none(tmp_path: Path) -> None:
     file.write_text(CHATML)
     given = tokenizer.chat_template(file)
     assert given.marks_assistant(None)
-    assert given.hash == describe("other", tokenizer_of(CHATML)).chat_template().hash
-    assert given.hash != describe("other", tokenizer_of(LLAMA3)).chat_template().hash
+    assert given.hash == from_huggingface("other", tokenizer_of(CHATML)).chat_template().hash
+    assert given.hash != from_huggingface("other", tokenizer_of(LLAMA3)).chat_template().hash
 
 
 def test_templates_that_write_the_date(caplog: pytest.LogCaptureFixture) -> None:
-    describe("plain", chat_tokenizer(CHATML)).chat_template()
+    from_huggingface("plain", chat_tokenizer(CHATML)).chat_template()
     assert not caplog.records
     dated = "{{ strftime_now('%d %b %Y') }}" + CHATML
-    describe("dated", chat_tokenizer(dated)).chat_template()
+    from_huggingface("dated", chat_tokenizer(dated)).chat_template()
     assert "the chat template of dated writes the current date" in caplog.text
 
 

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 
 from bigtrain.data.chat.encoder import ChatEncoder, ChatRules, EncodedChats
 from bigtrain.data.documents.conversations import conversation_bytes
-from bigtrain.data.tokenizers.tokenizer import Tokenizer, describe
+from bigtrain.data.tokenizers.tokenizer import Tokenizer, from_huggingface
 from tests.support.chats import CHATML, trained_tokenizer, unmarked
 
 TEMPLATES = Path(__file__).parents[3] / "data" / "chat_templates"
@@ -143,7 +143,7 @@ def tokenizer_of(source: str) -> Tokenizer:
         wrapped.eos_token = "<eos>"
     wrapped.bos_token = "<bos>"
     wrapped.chat_template = source
-    return describe("test", wrapped)
+    return from_huggingface("test", wrapped)
 
 
 @cache

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from bigtrain.data.chat.encoder import ChatEncoder, TextEnds
 from bigtrain.data.documents.chat_formats import FORMATS, Conversations, document_in
-from bigtrain.data.tokenizers.tokenizer import describe
+from bigtrain.data.tokenizers.tokenizer import from_huggingface
 from tests.support.chats import CHATML, LLAMA3, QWEN3, chat_tokenizer, turns
 
 Encoded = tuple[list[int], list[int]]
@@ -71,9 +71,9 @@ def tokenizer_of(template: str | None, with_begin: bool = False) -> Any:
 
 @cache
 def encoder_of(template: str | None, with_begin: bool = False, trusted: bool = False) -> Any:
-    tokenizer = describe("test", tokenizer_of(template, with_begin))
+    tokenizer = from_huggingface("test", tokenizer_of(template, with_begin))
     reference = tokenizer.encoder(True, ends=False)
-    prefix, end_text = tokenizer.text_ends()
+    prefix, end_text = tokenizer.added_beginning(), tokenizer.end_text
     ends = TextEnds(prefix, tokenizer.end_of_document_id, end_text)
     source = None if template is None else tokenizer.chat_template()
     return ChatEncoder(reference, reference, source, trusted, ends)
@@ -170,7 +170,7 @@ def test_five_formats_are_trls(template: str) -> None:
         assert by_trl(tokenizer, row, assistant_only=False) == both
     # As plain text it has the same tokens, and the end of a document.
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
-    plain = describe("test", tokenizer).encoder(parse_special_tokens=True).encode([text])
+    plain = from_huggingface("test", tokenizer).encoder(parse_special_tokens=True).encode([text])
     assert plain.tokens.tolist() == [*wanted[0], tokenizer.eos_token_id]
     assert by_trl(tokenizer, {"text": text}, assistant_only=False)[0] == plain.tokens.tolist()
 

@@ -60,7 +60,7 @@ Row = tuple[list[int], list[int], list[int]]
 def expected(phase: Phase, datasets: tuple[TokenDataset, ...], isolate: bool) -> list[Row]:
     """Inputs, labels and positions of each joined sample, source after source, token by token."""
     rows = []
-    for source, dataset in zip(phase.read, datasets, strict=True):
+    for source, dataset in zip(phase.read_sources, datasets, strict=True):
         assert source.rest is not None
         (shard,) = dataset.shards("train")
         tokens, targets = shard.tokens.tolist(), [True] * shard.num_tokens
@@ -129,7 +129,7 @@ def test_joined_samples_are_their_pieces_in_any_division(
 def joined_number(phase: Phase, sizes: list[int], sample: int) -> int | None:
     """Which of the joined samples of all sources a sample of the mixture is."""
     before = 0
-    for source, size in zip(phase.read, sizes, strict=True):
+    for source, size in zip(phase.read_sources, sizes, strict=True):
         num_joined = phase.num_joined(source)
         if sample < size:
             own = sample - (size - num_joined)
@@ -142,7 +142,7 @@ def joined_number(phase: Phase, sizes: list[int], sample: int) -> int | None:
 def test_a_corrupt_piece_is_named(paths: list[Path], tmp_path: Path) -> None:
     copy = forget_blocks(write_dataset(tmp_path / "copy", vocab_size=50, num_documents=40))
     run, phase, datasets = longer([copy])
-    (source,) = phase.read
+    (source,) = phase.read_sources
     assert source.rest is not None
     pieces = source.rest.pieces(np.array([0]), source.num_tokens, NEW, run.seed, source.number)
     content = np.fromfile(copy / "train_00000.bin", "<u2")

@@ -47,15 +47,17 @@ def read_pieces(phase: Phase, until: int) -> list[tuple[str, int, list[tuple[int
     """Samples of the phase until sample `until`: hash of the source, its epoch, and the ranges of
     tokens that it has as inputs."""
     per_chunk, length = phase.windows_per_chunk, phase.sequence_length
-    windows = [phase.num_chunks(one) * per_chunk for one in phase.read]
-    sizes = [size + phase.num_joined(one) for size, one in zip(windows, phase.read, strict=True)]
+    windows = [phase.num_chunks(one) * per_chunk for one in phase.read_sources]
+    sizes = [
+        size + phase.num_joined(one) for size, one in zip(windows, phase.read_sources, strict=True)
+    ]
     ends = np.cumsum(sizes)
-    places = [one.start for one in phase.read]
+    places = [one.start for one in phase.read_sources]
     source_pieces = []
     samples = phase.order(5).windows(phase.first_sample, until - phase.first_sample)
     for sample in samples.tolist():
         number = int(np.searchsorted(ends, sample, side="right"))
-        one, own = phase.read[number], sample - int(ends[number]) + sizes[number]
+        one, own = phase.read_sources[number], sample - int(ends[number]) + sizes[number]
         if own < windows[number]:
             epoch = places[number] // windows[number]
             source_pieces.append((one.hash, epoch, [(own * length, (own + 1) * length)]))
@@ -211,7 +213,7 @@ def test_weights_changed_and_restored_lose_nothing(weights: list[int], cuts: lis
     newest = {hash_: max(epoch for other, epoch in read if other == hash_) for hash_, _ in read}
     for (hash_, epoch), firsts in read.items():
         assert len(set(firsts)) == len(firsts)
-        size = next(phase.num_chunks(one) for one in phase.read if one.hash == hash_)
+        size = next(phase.num_chunks(one) for one in phase.read_sources if one.hash == hash_)
         if epoch < newest[hash_]:
             assert sorted(firsts) == [4 * window for window in range(size)]
 
@@ -235,7 +237,7 @@ def test_proportions_hold_from_the_change_on() -> None:
             768 * blocks,
         ]
     counts = phase.order(5).counts(sample)
-    assert [one.start for one in changed.read] == counts
+    assert [one.start for one in changed.read_sources] == counts
     read = [hash_ for hash_, _, _ in read_samples(phase, sample)]
     assert counts == [read.count("hash of a"), read.count("hash of b")]
 

@@ -105,7 +105,7 @@ def test_many_shards_are_looked_at_when_they_are_read(
     with pytest.raises(DataError, match="the manifest has"):
         shards[0]
     for check, first in (("sizes", 64), ("index", 64), ("sizes", 0)):
-        monkeypatch.setattr(dataset_module, "_FIRST_LOOKS", first)  # 0: in threads
+        monkeypatch.setattr(dataset_module, "_FIRST_CHECKED", first)  # 0: in threads
         with pytest.raises(DataError, match="the manifest has"):
             open_dataset(directory, check)  # type: ignore[arg-type]
 

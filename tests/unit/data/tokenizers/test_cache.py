@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bigtrain.data.tokenizers import encoders
 from bigtrain.data.tokenizers import equivalence as encoder_checks
-from bigtrain.data.tokenizers.cache import _changes, _normal, fingerprint, get_cached_tokenizer
+from bigtrain.data.tokenizers.cache import _canonical, _changes, fingerprint, get_cached_tokenizer
 from bigtrain.data.tokenizers.edge_cases import SENTENCES
 from bigtrain.data.tokenizers.encoders import GigatokenEncoder
 from bigtrain.data.tokenizers.equivalence import check_equivalence, choose_encoder
@@ -172,8 +172,8 @@ def test_a_tokenizer_of_other_files_is_never_remembered(directory: Path) -> None
 def test_another_vocabulary_is_never_remembered(directory: Path) -> None:
     tree = json.loads((directory / "tokenizer.json").read_text())
     fewer = {**tree, "model": {**tree["model"], "merges": tree["model"]["merges"][:-1]}}
-    assert _changes(json.dumps(fewer).encode(), _normal(json.dumps(tree))) is None
-    assert _changes(json.dumps(tree).encode(), _normal(json.dumps(tree))) == {}
+    assert _changes(json.dumps(fewer).encode(), _canonical(json.dumps(tree))) is None
+    assert _changes(json.dumps(tree).encode(), _canonical(json.dumps(tree))) == {}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"hash": 1}', "\x00"])
