@@ -67,7 +67,9 @@ def test_commands_of_a_wheel_need_no_checkout(installed: Path, tmp_path: Path) -
     program = installed / "bigtrain/train.py"
     assert f"{program} --config run.yaml --deepspeed_config zero3" in shown
     assert program.is_file()
-    assert "predicted: " in bigtrain("check", "--config", "llama3_8b", "data.path=later", "--world-size", "8")
+    assert "predicted: " in bigtrain(
+        "check", "--config", "llama3_8b", "data.path=later", "--world-size", "8"
+    )
     json.loads(bigtrain("schema"))
     bigtrain("launch", "slurm", *run, "--nodes", "2", "--time", "1:00:00", "--output", "x")
     assert (tmp_path / "x").is_file()

@@ -130,8 +130,11 @@ def _owners_of_blocks(rendering: Rendering, blocks: Sequence[Span]) -> list[list
                 )
         owners.append(numbers)
     # Only the first occurrence of a string locates its message: a template may repeat the name of a
-    # call in its result. The dictionary keeps the string that comes last in reversed order.
-    first_strings = list({s.piece: s for s in reversed(rendering.strings)}.values())[::-1]
+    # call in its result.
+    first_by_piece: dict[int, RenderedString] = {}
+    for string in rendering.strings:
+        first_by_piece.setdefault(string.piece, string)
+    first_strings = list(first_by_piece.values())
     for index, block in enumerate(blocks):
         if owners[index]:
             continue

@@ -125,11 +125,11 @@ class FillInMiddle:
         assert end is not None
         part_ids = [part.tolist() for part in parts]
         if encoder.parse_special_tokens:
-            if part_ids[0][: len(begin)] == begin:
-                part_ids[0] = part_ids[0][len(begin) :]
-            last_filled = max((number for number, part in enumerate(part_ids) if part), default=0)
-            if part_ids[last_filled][-1:] == [end]:
-                part_ids[last_filled] = part_ids[last_filled][:-1]
+            filled = [number for number, part in enumerate(part_ids) if part]
+            if filled and part_ids[filled[0]][: len(begin)] == begin:
+                part_ids[filled[0]] = part_ids[filled[0]][len(begin) :]
+            if filled and part_ids[filled[-1]][-1:] == [end]:
+                part_ids[filled[-1]] = part_ids[filled[-1]][:-1]
         prefix, middle, suffix = part_ids
         prefix_id, suffix_id, middle_id = self.ids
         ordered = [[prefix_id], prefix, [suffix_id], suffix, [middle_id], middle]

@@ -208,6 +208,15 @@ def test_blocks_of_other_shapes(block: str, words: str) -> None:
     assert re.match(f".*{words}", learned(source, TWO, last_only=True))
 
 
+def test_text_that_is_repeated_at_the_end_moves_no_block() -> None:
+    block = (
+        "{% generation %}{{ 'A: ' }}{% endgeneration %}{{ '(' }}"
+        "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    )
+    source = CHATML.replace(BLOCK, block) + "{{ messages[0].content }}"
+    assert learned(source, TWO, last_only=True) == "A: see you<|im_end|>"
+
+
 def test_a_block_without_text_continues_the_block_before_it() -> None:
     """Two answers in a row: the end between their texts is the first one's."""
     block = (

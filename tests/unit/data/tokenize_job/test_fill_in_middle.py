@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from bigtrain.data.shards.dataset import open_dataset
 from bigtrain.data.shards.manifest import FillInMiddleRecord, read_manifest
 from bigtrain.data.tokenize_job.fill_in_middle import KNOWN_TOKENS, FillInMiddle
 from bigtrain.data.tokenize_job.unit_builder import is_held_out
+from bigtrain.data.tokenizers.encoders import Encoded
 from tests.support.chats import chat_tokenizer
 
 NAMES = KNOWN_TOKENS[1]
@@ -76,6 +80,34 @@ def documents(path: Path, split: Any = "train") -> list[list[int]]:
         for shard in open_dataset(path).shards(split)
         for number in range(shard.num_documents)
     ]
+
+
+def test_a_beginning_that_the_text_spells_occurs_once() -> None:
+    """Also in a document that is cut at its first character, whose prefix is empty."""
+    how = FillInMiddle(FillInMiddleRecord(rate=1.0, spm_rate=0.0, seed=0), (90, 91, 92))
+    begin, end = ord("<"), ord(">")
+
+    def encode_utf8(texts: Sequence[bytes], *, has_ends: bool = True) -> Encoded:
+        documents = [[begin, *text, end] if has_ends else [*text] for text in texts]
+        lengths = np.array([len(document) for document in documents])
+        return Encoded(np.array([*itertools.chain(*documents)]), lengths)
+
+    encoder: Any = SimpleNamespace(
+        encode_utf8=encode_utf8,
+        beginning_ids=(begin,),
+        end_of_document_id=end,
+        parse_special_tokens=True,
+    )
+    checks: Any = SimpleNamespace(run=lambda *_: None)
+    contents = [f"<{n}{'a' * (n % 3)}>".encode() for n in range(200)]
+    cuts = [how.cut(content) for content in contents]
+    assert any(cut is not None and cut.prefix == b"" and cut.middle for cut in cuts)
+    assert any(cut is not None and cut.prefix == cut.middle == b"" for cut in cuts)
+    fixed = np.zeros(len(contents), bool)
+    encoded = how.encode(contents, fixed, encoder, encoder, checks).encoded
+    for document in np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1]):
+        assert (document[0], document[-1]) == (begin, end)
+        assert [*document].count(begin) == [*document].count(end) == 1
 
 
 def test_documents_are_rearranged_as_in_starcoder(
