@@ -86,7 +86,8 @@ class ServerClient:
                 status, reply, content = self._try(action, body, min(remaining_seconds, silence))
             except (OSError, http.client.HTTPException, CorruptMessageError) as error:
                 failure = f"{type(error).__name__}: {error}"
-                # It may have refused the headers, and closed before the body was through.
+                # The server may have refused the headers, and closed before the body was sent:
+                # the next try begins a new session.
                 self._instance = ""
             else:
                 if status == protocol.OK:
@@ -126,17 +127,13 @@ class ServerClient:
             status = response.status
         finally:
             connection.close()
-        if not signature:  # of a proxy, or of a server in trouble
+        if not signature:  # the reply of a proxy, or of a server that failed
             raise http.client.HTTPException(f"status {status} that the server did not sign")
         header, payload = protocol.unpack(content)
-        if not protocol.is_equal(
-            protocol.sign(self._token, f"reply {status}", nonce, content), signature
-        ):
-            return (
-                protocol.FORGED,
-                {"error": "the reply is not signed with sites.token_file"},
-                payload,
-            )
+        expected = protocol.sign(self._token, f"reply {status}", nonce, content)
+        if not protocol.is_equal(expected, signature):
+            forged = {"error": "the reply is not signed with sites.token_file"}
+            return protocol.FORGED, forged, payload
         return status, header, payload
 
 

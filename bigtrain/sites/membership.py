@@ -85,7 +85,7 @@ class Membership:
 
     def join(self, header: Mapping[str, Any]) -> Header:
         """Join, and send heartbeats from now on; return the reply. Raises LaunchError if the server
-        is unreachable, serves a different run, or waits for others longer than this site."""
+        is unreachable, serves a different run, or waits for missing sites longer than this site."""
         seconds = self.sites.timeout_seconds
         reply = self.ask("join", {**self._join_fields(), **header})
         window = reply["window_seconds"]

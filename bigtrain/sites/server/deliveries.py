@@ -16,7 +16,7 @@ from bigtrain.sites.metrics import LEFT_OUT, OuterEvent
 from bigtrain.sites.protocol import DeliverRequest, Header, RefusedError
 from bigtrain.sites.rectangles import ParameterBox
 from bigtrain.sites.server.global_weights import GlobalWeights, NextStep
-from bigtrain.sites.server.members import UNUSABLE, Members, events_of, named
+from bigtrain.sites.server.members import UNUSABLE, Members, as_events, site_names
 
 Reply = tuple[Header, bytes]
 
@@ -42,8 +42,8 @@ class ServerExchange:
             delivered = self._store.deliveries()
             self._waits_since = members.clock() if delivered else None
             members.log(
-                f"outer step {self._weights.number}, with deliveries of {named(delivered)} for the "
-                "next one"
+                f"outer step {self._weights.number}, with deliveries of {site_names(delivered)} "
+                "for the next one"
             )
         self.handlers: dict[str, Callable[[Any, memoryview], Reply]] = {
             "upload": self._upload,
@@ -86,7 +86,7 @@ class ServerExchange:
             if not weights.is_ready:
                 weights.refuse_unfilled()
                 reported = self._members.pending()
-                events = [asdict(event) for event in events_of(reported, 0)]
+                events = [asdict(event) for event in as_events(reported, 0)]
                 record = {**weights.record, "events": events}
                 self._members.write_step(record, reported, tensors=weights.tensors)
                 weights.ready()
@@ -205,7 +205,7 @@ class ServerExchange:
             return
         members, last_number = self._members, self._weights.number
         reported = members.pending()
-        events = events_of(reported, last_number)
+        events = as_events(reported, last_number)
         joined_sites = self._store.sites()
         for site in sorted(absent):
             # A site that has joined was not refused, whatever an earlier attempt was told.
@@ -226,10 +226,10 @@ class ServerExchange:
         self._waits_since = None
         if absent:
             members.log(
-                f"{named(absent)} missed outer step {last_number + 1} by more than "
+                f"{site_names(absent)} missed outer step {last_number + 1} by more than "
                 f"{members.rules.window_seconds:g} s: not waited for until they are back"
             )
-        members.log(f"outer step {last_number + 1} with {named(delivered)}")
+        members.log(f"outer step {last_number + 1} with {site_names(delivered)}")
 
     def _computed(self, delivered: Mapping[int, DeliverRequest]) -> NextStep | None:
         """Return the state after a step with these deliveries; None if a delivery makes the step

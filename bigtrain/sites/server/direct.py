@@ -17,7 +17,7 @@ from typing import Any
 from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT
 from bigtrain.sites.protocol import Header, RefusedError, RoundEntry, RoundPlan, StepRecord
-from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
+from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, as_events, site_names
 from bigtrain.sites.server.plan import Waiting, due, plan_round, round_events
 from bigtrain.sites.server.store import SiteRow
 
@@ -218,13 +218,13 @@ class DirectExchange:
         )
         reported = self._members.pending()
         before = set(plan.members if last is None else last["members"])
-        events = round_events(plan, events_of(reported, plan.number), before)
+        events = round_events(plan, as_events(reported, plan.number), before)
         plan = plan.model_copy(update={"events": events})
         for site, entry in entries.items():
             self._plans[site] = entry.entry, plan
             del self._waiting[site]
         if plan.refusal:
-            self._members.log(f"no outer step with {named(plan.members)}: {plan.refusal}")
+            self._members.log(f"no outer step with {site_names(plan.members)}: {plan.refusal}")
         else:
             older = max(entry.number for entry in entries.values())
             if last is not None and older < int(last["number"]):
@@ -268,21 +268,23 @@ class DirectExchange:
         for site in plan.members:
             self._skipped.pop(site, None)
         if plan.fragment is None:
-            self._members.log(f"{named(plan.members)} begin at outer step {plan.number}")
+            self._members.log(f"{site_names(plan.members)} begin at outer step {plan.number}")
         else:
-            self._members.log(f"outer step {plan.number} with {named(plan.sites)}")
+            self._members.log(f"outer step {plan.number} with {site_names(plan.sites)}")
 
     def _abort(self, current: _OpenRound, silent: set[int]) -> None:
         """End the open round without effect; exclude sites for which it failed."""
         plan = current.plan
         failed = {site for site, is_done in current.votes.items() if not is_done}
         if current.blamed:
-            reason = f"{named(current.blamed)} {UNUSABLE}"
+            reason = f"{site_names(current.blamed)} {UNUSABLE}"
         else:
-            reason = f"{named(silent)} was lost" if silent else f"failed for {named(failed)}"
+            reason = (
+                f"{site_names(silent)} was lost" if silent else f"failed for {site_names(failed)}"
+            )
         self._open, self._aborted = None, plan
         self._end_generation()  # whose groups are broken
-        self._members.log(f"no outer step with {named(plan.members)}: {reason}")
+        self._members.log(f"no outer step with {site_names(plan.members)}: {reason}")
         self._members.changed.notify_all()
         for site in sorted(silent):
             self._members.note(LEFT_OUT, f"site {site}", "was lost during the exchange")

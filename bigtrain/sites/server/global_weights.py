@@ -18,7 +18,9 @@ from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
 from bigtrain.sites.metrics import square
 from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import MOST_TOKENS, StepRecord
-from bigtrain.sites.rectangles import ParameterBox, Update, join_cuts
+from bigtrain.sites.rectangles import EncodedRectangle, ParameterBox, Update, join_rectangles
+
+_FLOAT32 = FloatCodec(torch.float32, is_relative=False)
 
 
 @dataclass(frozen=True)
@@ -225,11 +227,11 @@ class GlobalWeights:
     def cut(self, boxes: Sequence[ParameterBox], form: str) -> tuple[dict[str, Any], bytes]:
         """Rectangles of the last ``update`` where it is known, else of the weights (``full``)."""
         if form == "update" and self._updates is not None:
-            cuts = [self._updates[box.name].cut(box) for box in boxes]
-            return {"form": "update"}, join_cuts(self._codec, cuts)
-        full = [self._cut(self.tensors["weights"], box).reshape(-1) for box in boxes]
-        plain = FloatCodec(torch.float32, is_relative=False)
-        return {"form": "full"}, join_cuts(plain, [(elements, None) for elements in full])
+            encoded = [self._updates[box.name].cut(box) for box in boxes]
+            return {"form": "update"}, join_rectangles(self._codec, encoded)
+        weights = (self._cut(self.tensors["weights"], box).reshape(-1) for box in boxes)
+        full = [EncodedRectangle(elements, None) for elements in weights]
+        return {"form": "full"}, join_rectangles(_FLOAT32, full)
 
     def _values(self, parts: Parts) -> Iterator[tuple[ParameterBox, torch.Tensor]]:
         """Yield the rectangles of a site, with the values that it sent, float32."""

@@ -18,7 +18,7 @@ from bigtrain.sites.protocol import (
     JoinRequest,
     RefusedError,
     StepRecord,
-    escaping,
+    one_line_log,
 )
 from bigtrain.sites.server.store import ServerDirectory, SiteRow
 
@@ -59,7 +59,7 @@ class Members:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.rules, self.clock = store, rules, clock
-        self.log = escaping(log)
+        self.log = one_line_log(log)
         self.changed = threading.Condition(threading.RLock())
         self.refused: dict[int, str] = {}
         self._failure = ""
@@ -324,12 +324,12 @@ def _shown(value: Any) -> str:
     return text if len(text) < 200 else f"{text[:200]}..."
 
 
-def events_of(counts: Mapping[EventKey, int], number: int) -> list[OuterEvent]:
+def as_events(counts: Mapping[EventKey, int], number: int) -> list[OuterEvent]:
     """Return what has happened before outer step `number`."""
     return [OuterEvent(*key, number, count) for key, count in counts.items()]
 
 
-def named(sites: Iterable[int]) -> str:
+def site_names(sites: Iterable[int]) -> str:
     """Return the sites as a log line names them."""
     numbers = ", ".join(map(str, sorted(sites)))
     return f"site {numbers}" if numbers else "no site"
