@@ -36,16 +36,16 @@ class NextStep:
 
 
 Parts = Callable[[], Iterable[tuple[list[ParameterBox], memoryview]]]
-"""Reads the messages of a site: rectangles, and the codes of their values one after the other."""
+"""Reads the messages of a site: for each its rectangles, and the codes of their values in order."""
 
 
 class GlobalWeights:
-    """The state of an outer server: float32, 4 bytes for each parameter (momentum and rounding
-    error as much again, where there are any). While a step is made, as much again for the new
-    state, and 8 bytes for the mean.
+    """The state of an outer server. Memory for each parameter: 4 bytes (float32) for weights,
+    momentum and rounding error each, if the run has them; while a step is made, the same for the
+    new state, and 8 bytes for the mean.
 
-    shapes: of all parameters that are trained. absolute: whether sites send weights where the codec
-    may (float32); else always differences. tensors, record: the state, and its outer
+    shapes: of all parameters that are trained. absolute: whether sites send weights if the codec
+    is absolute (float32); else they send differences. tensors, record: the state, and its outer
     step as JSON; a restart needs both.
     """
 
@@ -59,16 +59,16 @@ class GlobalWeights:
         self.is_relative = codec.is_relative or not absolute
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         self._count, ends = sum(sizes), accumulate(sizes)
-        self._places = {
+        self._ranges = {
             name: slice(end - size, end)
             for name, size, end in zip(self.shapes, sizes, ends, strict=True)
         }
-        has_state = {
-            "weights": True,
-            "momentum": sites.outer.has_momentum,
-            "error": codec.keeps_error,
-        }
-        self.tensors = {name: torch.zeros(self._count) for name, has in has_state.items() if has}
+        state_names = ["weights"]
+        if sites.outer.has_momentum:
+            state_names.append("momentum")
+        if codec.keeps_error:
+            state_names.append("error")
+        self.tensors = {name: torch.zeros(self._count) for name in state_names}
         self._updates: dict[str, Update] | None = None
         self._is_filled = torch.zeros(0, dtype=torch.bool)
         self.is_ready = False
@@ -80,19 +80,19 @@ class GlobalWeights:
         return int(self.record["number"])
 
     def restore(self, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
-        """Continue from a state that was kept."""
+        """Continue from a stored state."""
         for name, state in self.tensors.items():
             state.copy_(tensors[name])
         self.record, self.is_ready = dict(record), True
 
     def begin_again(self) -> None:
-        """Expect all initial weights, whatever has come so far."""
+        """Discard the initial weights that were received so far."""
         self._is_filled = torch.zeros(0, dtype=torch.bool)
 
     def begin(self, boxes: Sequence[ParameterBox], payload: memoryview) -> None:
         """Fill rectangles of the initial weights with float32 values; repeated values change
-        nothing. Raises ValueError for values that are not finite, for another number of them, and
-        for rectangles that overlap with others that hold something else."""
+        nothing. Raises ValueError for values that are not finite, for a wrong number of values, and
+        for rectangles that were filled partly, or with other values."""
         if len(payload) % 4 or not payload:
             raise ValueError(f"{len(payload)} bytes are not float32 values")
         values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
@@ -112,7 +112,7 @@ class GlobalWeights:
             is_filled.fill_(True)
 
     def refuse_unfilled(self) -> None:
-        """Raise ValueError unless all initial weights have come."""
+        """Raise ValueError unless all initial weights were received."""
         filled = int(self._is_filled.sum())
         if filled != self._count:
             raise ValueError(f"{filled} of {self._count} initial weights came")
@@ -133,16 +133,16 @@ class GlobalWeights:
     def refuse_contribution(self, parts: Parts) -> None:
         """Raise ValueError unless the messages of a site have every element of the model once,
         UnusableError for values that are not finite or too far from the weights."""
-        is_here = torch.zeros(self._count, dtype=torch.bool)
+        is_received = torch.zeros(self._count, dtype=torch.bool)
         change, weights = 0.0, self.tensors["weights"]
         for box, values in self._values(parts):
-            is_box_here = self._cut(is_here, box)
-            if is_box_here.any():
+            is_box_received = self._cut(is_received, box)
+            if is_box_received.any():
                 raise ValueError(f"elements of {box.name} came twice")
-            is_box_here.fill_(True)
-            before = self._cut(weights, box)
-            change += square(values, torch.zeros(()) if self.is_relative else before)
-        count = int(is_here.sum())
+            is_box_received.fill_(True)
+            box_weights = self._cut(weights, box)
+            change += square(values, torch.zeros(()) if self.is_relative else box_weights)
+        count = int(is_received.sum())
         if count != self._count:
             raise ValueError(f"{count} of {self._count} elements are here")
         refuse_norm(change, square(weights, torch.zeros(())), self._count)
@@ -175,10 +175,10 @@ class GlobalWeights:
         # The state after the step, in copies: the step does not count yet.
         after = {name: state.clone() for name, state in self.tensors.items()}
         updates = {}
-        for name, element_range in self._places.items():
-            part = {state_name: state[element_range] for state_name, state in after.items()}
+        for name, element_range in self._ranges.items():
+            states = {state_name: state[element_range] for state_name, state in after.items()}
             updates[name] = self._step_parameter(
-                part, mean[element_range], self.shapes[name], share
+                states, mean[element_range], self.shapes[name], share
             )
         for state_name, state in after.items():
             if not is_finite(state):
@@ -200,17 +200,18 @@ class GlobalWeights:
 
     def _step_parameter(
         self,
-        part: Mapping[str, torch.Tensor],
-        value: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        mean: torch.Tensor,
         shape: tuple[int, ...],
         share: float,
     ) -> Update:
-        """Make an outer step on the states of a parameter: flat views, changed in place. value: the
-        sites' mean of weights, or of differences if `is_relative`."""
-        weights, error = part["weights"], part.get("error")
+        """Make an outer step on the states of a parameter, flat views that are changed in place;
+        return the update that sites receive. mean: of the sites' weights, or of their differences
+        if `is_relative`."""
+        weights, error = states["weights"], states.get("error")
         before = weights.clone()
-        target = (weights.double() + share * value if self.is_relative else value).float()
-        outer_update(weights, part.get("momentum"), target, self.sites)
+        target = (weights.double() + share * mean if self.is_relative else mean).float()
+        outer_update(weights, states.get("momentum"), target, self.sites)
         if not self._codec.is_relative:  # sites receive weights, even if they sent differences
             return Update(self._codec, weights.view(shape).clone())
         # The encoded update, which sites receive, becomes the weights; its error is kept for later.
@@ -225,7 +226,8 @@ class GlobalWeights:
         return update
 
     def cut(self, boxes: Sequence[ParameterBox], form: str) -> tuple[dict[str, Any], bytes]:
-        """Rectangles of the last ``update`` where it is known, else of the weights (``full``)."""
+        """Return the header and the payload of a reply with rectangles: of the last ``update`` if
+        that is the requested `form` and the update is in memory, else of the weights (``full``)."""
         if form == "update" and self._updates is not None:
             encoded = [self._updates[box.name].cut(box) for box in boxes]
             return {"form": "update"}, join_rectangles(self._codec, encoded)
@@ -241,7 +243,7 @@ class GlobalWeights:
             )
 
     def _decoded(self, payload: memoryview, count: int) -> torch.Tensor:
-        """The values of a message, flat. Raises UnusableError."""
+        """Return the `count` values of a message, flat. Raises UnusableError."""
         if not count:
             return torch.empty(0)
         raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8).unsqueeze(0)
@@ -249,7 +251,7 @@ class GlobalWeights:
 
     def _cut(self, flat: torch.Tensor, box: ParameterBox) -> torch.Tensor:
         """Return a rectangle in a flat tensor of all parameters: a view."""
-        return flat[self._places[box.name]].view(self.shapes[box.name])[box.slices]
+        return flat[self._ranges[box.name]].view(self.shapes[box.name])[box.slices]
 
 
 def _by_box(

@@ -4,11 +4,11 @@
 
     server.sqlite             the run, its sites, contributions, outer steps and events
     state-000012-ID           weights, momentum and rounding error after outer step 12
-    parts/ID                  messages of a site for the next step, as they came
+    parts/ID                  messages of a site for the next step, as received
     layouts/DIGEST            layout documents of sites
 
-A file is written and synced before the row that names it; files without a row are removed at the
-start. A transaction is on disk entirely, or not at all.
+A file is written and synced before the row that names it; files without a row are removed when the
+server starts. A transaction is on disk completely, or not at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,8 +55,9 @@ class SiteRow:
     """A site that has joined.
 
     run: id of its run directory. num_joins: how often it has started. is_active: other sites wait
-    for it. is_training: it was in an outer step since it joined. number: of its last outer step.
-    refused: why it takes part in none until it joins again. layout: digest. plain: JSON.
+    for it. is_training: it took part in an outer step since it joined. number: its last outer step.
+    refused: why it takes part in no outer step until it joins again; empty if it may. layout:
+    digest. plain: JSON list of parameters.
     """
 
     site: int
@@ -70,6 +71,14 @@ class SiteRow:
     layout: str = ""
     plain: str = "[]"
     timeout_seconds: float = 600.0
+
+
+class EventKey(NamedTuple):
+    """The values that equal events have in common, see `OuterEvent`."""
+
+    event: str
+    who: str
+    reason: str
 
 
 class ServerDirectory:
@@ -86,7 +95,7 @@ class ServerDirectory:
         for name in ("parts", "layouts"):
             (directory / name).mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        self._unused: list[Path] = []  # files without a row after the transaction
+        self._unused: list[Path] = []  # files to remove, which lose their row in the transaction
         self._run: dict[str, Any] | None = None
         self._connection = self._connect()
         with self.transaction():
@@ -174,7 +183,8 @@ class ServerDirectory:
     # The run and its sites
 
     def run(self) -> dict[str, Any] | None:
-        """Return the description of the run, not to be changed; None in a new directory."""
+        """Return the description of the run, which callers must not change; None in a new
+        directory."""
         if self._run is None:  # every request needs it, and it names every parameter
             rows = self._rows("SELECT document FROM run")
             self._run = json.loads(rows[0][0]) if rows else None
@@ -234,7 +244,7 @@ class ServerDirectory:
         return [self.directory / "parts" / name for (name,) in self._rows(sql, site, attempt)]
 
     def deliver(self, delivery: DeliverRequest) -> None:
-        """Store that an attempt is complete; earlier ones of the site are removed."""
+        """Store that an attempt is complete; remove the site's earlier attempts."""
         with self.transaction():
             self._delete_parts("site = ? AND attempt != ?", delivery.site, delivery.attempt)
             row = [getattr(delivery, name) for name in _DELIVERED]
@@ -243,11 +253,11 @@ class ServerDirectory:
     def deliveries(self) -> dict[int, DeliverRequest]:
         """Return the complete contributions for the next step, by site."""
         rows = self._rows("SELECT * FROM deliveries ORDER BY site")
-        fields_by_site = {row[0]: dict(zip(_DELIVERED, row, strict=True)) for row in rows}
-        return {s: DeliverRequest.model_construct(**row) for s, row in fields_by_site.items()}
+        deliveries = [dict(zip(_DELIVERED, row, strict=True)) for row in rows]
+        return {d["site"]: DeliverRequest.model_construct(**d) for d in deliveries}
 
     def forget(self, sites: Iterable[int]) -> None:
-        """Remove what sites have sent for the next step."""
+        """Remove the contributions of sites for the next step."""
         with self.transaction():
             for site in sites:
                 self._delete_parts("site = ?", site)
@@ -273,14 +283,14 @@ class ServerDirectory:
         self,
         record: Mapping[str, Any],
         sites: Iterable[SiteRow],
-        events: Mapping[tuple[str, str, str], int],
+        events: Mapping[EventKey, int],
         *,
         attempt: str | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
         used: Sequence[int] = (),
     ) -> None:
-        """Store an outer step: its record, sites and events after it, and the state of the weights,
-        if the server has them. Contributions of the sites `used` are removed."""
+        """Store an outer step: its record, the sites and events after it, and `tensors`, the state
+        of the weights, if the server holds them. Remove the contributions of the sites `used`."""
         number = int(record["number"])
         path = self.directory / f"state-{number:06d}-{secrets.token_hex(4)}"
         try:
@@ -321,11 +331,12 @@ class ServerDirectory:
 
     # Events
 
-    def events(self) -> dict[tuple[str, str, str], int]:
-        """Return how often each event (event, who, reason) happened since the last outer step."""
-        return {(a, b, c): n for a, b, c, n in self._rows("SELECT * FROM events ORDER BY rowid")}
+    def events(self) -> dict[EventKey, int]:
+        """Return how often each event happened since the last outer step."""
+        rows = self._rows("SELECT * FROM events ORDER BY rowid")
+        return {EventKey(event, who, reason): count for event, who, reason, count in rows}
 
-    def write_event(self, key: tuple[str, str, str], count: int) -> None:
+    def write_event(self, key: EventKey, count: int) -> None:
         """Store how often an event has happened."""
         self._write(
             "INSERT INTO events VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET count = ?",
