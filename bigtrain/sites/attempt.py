@@ -22,7 +22,7 @@ class BucketState(NamedTuple):
 
 @dataclass
 class SquareSums:
-    """Sums of squares over this rank's elements: of this site's change, and of its distance to the
+    """Sums of squares over this rank's elements: the site's change, and its distance to the
     mean."""
 
     change: float = 0.0

@@ -99,7 +99,7 @@ class BlockCodec:
         if not integers.numel():
             return True
         are_scales_valid = is_finite(scales) and bool((scales >= 0).all())
-        # The range of `quantize` is symmetric: it never makes the smallest integer of its bits.
+        # The range of `quantize` is symmetric: it never makes the smallest integer, -levels - 1.
         return are_scales_valid and int(integers.min()) >= -self.levels
 
     def _split(self, codes: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:

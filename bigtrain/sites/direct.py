@@ -41,7 +41,7 @@ class DirectSteps:
     votes, and the step counts if the server commits it, for all its members or for none.
 
     membership: None for a single site, which has nothing to exchange. on_wait: called on the main
-    rank while the other sites train and this one waits.
+    rank while other sites train and this site waits.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DirectSteps:
         self._generation: str | None = None
 
     def begin(self, header: Header) -> None:
-        """Join the other sites by a request with the fields of `header`. Raises LaunchError."""
+        """Join the run by a request with the fields of `header`. Raises LaunchError."""
         membership = self._membership
         if membership is None:
             return
@@ -159,7 +159,7 @@ class DirectSteps:
     # Layouts and groups of ranks
 
     def _layout_document(self) -> bytes:
-        """Return the rectangles of all ranks of this site, in order and with a checksum, as JSON.
+        """Return the rectangles of every rank of this site, in order and with a checksum, as JSON.
         Collective over the site."""
         rank_layout = {"parts": self.state.layout(), "rectangles": rectangles_of(self.state)}
         return json.dumps({"ranks": self._ranks.gathered(rank_layout)}).encode()

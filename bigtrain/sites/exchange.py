@@ -42,7 +42,7 @@ class SiteGroup:
     """Means over the ranks of `group`, a rank per site, in the order of the sites.
 
     group: a `ProcessGroupGloo` in addition to the default one; None if this site is the only one.
-    site_weights: of each site in the mean; may change. num_bytes: sent so far, without headers.
+    site_weights: by site, in the mean; may change. num_bytes: sent so far, without headers.
     """
 
     def __init__(self, group: Any, site_weights: Sequence[int]) -> None:
@@ -71,14 +71,14 @@ class SiteGroup:
         weights: torch.Tensor,
         error: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the mean of all sites' `local` weights; may return `local` itself.
+        """Return the mean of the sites' `local` weights; may return `local` itself.
 
         Parameters: `local`, `weights` (global, the same on all sites), float32 [N] on the CPU;
         `error` [N], the rounding error so far, which is added to what this site sends, and
         overwritten with the new one; None for a codec that keeps none.
 
         Every site computes the mean of one part, in float64 and in the order of the sites, and
-        sends the encoded mean to all sites: all get the same bits, without the intermediate
+        sends the encoded mean to all sites: all get equal bits, without the intermediate
         rounding of a ring. Collective over the group. Raises RuntimeError if a site is lost or too
         slow, UnusableSiteError for values that are not finite, or moved too far, on the rank that
         receives them.
@@ -115,7 +115,7 @@ class SiteGroup:
                 rounding[own_position] += mean_rounding / share
             error.copy_(rounding.view(-1)[:length])
 
-        # All sites get the codes of all means.
+        # All sites get the codes of every mean.
         all_mean_codes = torch.empty_like(codes)
         self._group.allgather([list(all_mean_codes)], [mean_codes[0]]).wait()
         self.num_bytes += 2 * (num_sites - 1) * mean_codes.numel()
@@ -264,7 +264,7 @@ class WeightExchange:
         ]
         groups = overlapping_peers(parsed, site, rank)
 
-        # Every element is exchanged, since all sites train the same parameters; elements that are
+        # Every element is exchanged, since all sites train equal parameters; elements that are
         # encoded in blocks are exchanged once.
         exchanged_elements: Counter[int] = Counter()
         for patch in chain.from_iterable(groups.values()):
@@ -364,7 +364,7 @@ def _transfers(
     pairs = [(held[patch.index], patch.box) for patch in patches]
     pairs = [(rectangle, box) for rectangle, box in pairs if rectangle.fragment == fragment]
     codecs = dict.fromkeys(rectangle.codec for rectangle, _ in pairs)
-    # Codecs that keep errors first, so that every rank has the same order.
+    # Codecs that keep errors first, so that all ranks have an equal order.
     for codec in sorted(codecs, key=lambda codec: not codec.keeps_error):
         regions: list[_Region] = []
         count = 0

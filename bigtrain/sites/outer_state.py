@@ -95,7 +95,7 @@ def pack_views(views: Iterable[torch.Tensor]) -> torch.Tensor:
 def unpack_views(
     flat: torch.Tensor, views: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each view with its part of `flat`, a result of `pack_views` for views of these
+    """Yield each view with its part of `flat`, a result of `pack_views` for views of equal
     shapes."""
     parts = flat.split([view.numel() for view in views])
     for view, part in zip(views, parts, strict=True):

@@ -75,7 +75,7 @@ class OuterStep:
         self._is_main = world.is_main
         self._in_flight: Attempt | None = None
         self.record, self._received_step = StepRecord(), 0
-        self._sent_steps = [0] * sites.fragments  # the optimizer step of each fragment's last send
+        self._sent_steps = [0] * sites.fragments  # by fragment, the optimizer step of the last send
         self._was_alone = self._others_train = False
         self.detach_reason = ""
         self.notes: list[str] = []
@@ -126,7 +126,7 @@ class OuterStep:
         if is_new:
             for bucket in self.state.all_buckets():
                 bucket.weights.copy_(bucket.copy_masters())
-        # The last send of each fragment up to `step`: `steps_between` apart, in turn.
+        # The last sends of the fragments up to `step`: `steps_between` apart, in turn.
         send_steps = range(self.sites.steps_between, step + 1, self.sites.steps_between)
         for sent_step in send_steps[-self.sites.fragments :]:
             for fragment in self.sites.sent_after(sent_step, step + 1):
@@ -190,7 +190,7 @@ class OuterStep:
             metrics += self._metrics(attempt)
             stops_sending = bool(attempt.detach_reason) or self.continue_at is not None
 
-        # Other sites still train: take the weights of each outer step until the run ends with one.
+        # Other sites still train: take weights at every outer step until the run ends with one.
         while is_last and self.record.ended_step < step and self._others_train:
             has_moved |= self._merge(self._complete(None, step), 0.0)
         if has_moved:
@@ -215,7 +215,7 @@ class OuterStep:
         return self._metrics(sent)
 
     def close(self, reason: str = "") -> None:
-        """Leave the other sites, after the last step or before an early end (for a `reason` that is
+        """Leave the run, after the last step or before an early end (for a `reason` that is
         sent to them), so that no site waits for this site."""
         if self._membership is not None and self._is_main:
             self.notes += filter(None, [self._membership.leave(reason)])
@@ -308,7 +308,7 @@ class OuterStep:
                 bucket.error.copy_(self._join_shares(error))
 
     def _join_shares(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return the tensor [N] of a bucket, from each rank's share of its `partial` [N]."""
+        """Return the tensor [N] of a bucket, from every rank's share of a `partial` [N]."""
         own_share = partial[self.state.own_slice(len(partial))]
         return self.state.gather_shares(own_share, len(partial))
 

@@ -31,7 +31,7 @@ class _Common(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """A box without a boundary of a rectangle inside, and the ranks of each site that hold it."""
+    """A box without a boundary of a rectangle inside, and the ranks of every site that hold it."""
 
     box: ParameterBox
     holders: list[Ranks]
@@ -54,7 +54,7 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     every other site, in turn if that site has fewer. All ranks of a group compute equal patches in
     an equal order.
     """
-    # By site and name of a parameter, the rectangles of all ranks.
+    # By site and name of a parameter, the rectangles of every rank.
     held_by_name: list[dict[str, list[_Held]]] = [defaultdict(list) for _ in layouts]
     for site_held, layout in zip(held_by_name, layouts, strict=True):
         for holder, boxes in enumerate(layout):
@@ -63,7 +63,7 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     # By group of ranks, patches with their sort keys.
     patches: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
     for index, rectangle in enumerate(layouts[site][rank]):
-        # Rectangles of all sites that overlap with this rectangle.
+        # Rectangles of every site that overlap with this rectangle.
         near = [
             [
                 held
@@ -77,12 +77,13 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
         common = [_Common(rectangle, ())]
         for position, site_near in enumerate(near):
             candidates = [_Held(rank, index, rectangle)] if position == site else site_near
-            common = [
-                _Common(intersection, (*held_before, held))
-                for box, held_before in common
-                for held in candidates
-                if (intersection := box.intersect(held.box)) is not None
-            ]
+            intersections = []
+            for box, held_before in common:
+                for held in candidates:
+                    intersection = box.intersect(held.box)
+                    if intersection is not None:
+                        intersections.append(_Common(intersection, (*held_before, held)))
+            common = intersections
 
         # Holders of a cell exchange it in turns, a rank of every site in each turn.
         for box, held_by_site in common:

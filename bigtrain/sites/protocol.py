@@ -282,7 +282,7 @@ class ContributeRequest(UploadRequest):
 
 
 class DeliverRequest(SiteRequest):
-    """End of a site's change: `num_messages` of all ranks, relative to outer step `base`, after
+    """End of a site's change: `num_messages` from all ranks, relative to outer step `base`, after
     `step` of the run's `last_step` optimizer steps, trained on `tokens`."""
 
     attempt: Id
@@ -418,7 +418,7 @@ class StepRecord(BaseModel):
     server holds the weights). step: optimizer step of the `sites` in the mean. ended_step: the
     run's last step, if the run ends with this outer step; else 0. fragment: the part of the model
     that was averaged, None if sites only took weights. members: sites that exchanged directly,
-    including sites that took weights. distances: of each site to the mean, if the server computes
+    including sites that took weights. distances: by site, to the mean, if the server computes
     the mean.
     """
 
@@ -436,8 +436,8 @@ class StepRecord(BaseModel):
 
 
 class RoundPlan(StepRecord):
-    """Plan of a round of the direct exchange: the outer step that all members record if all of them
-    vote for it.
+    """Plan of a round of the direct exchange: the outer step that all members record if every
+    member votes for it.
 
     generation: id of the groups of ranks, which are opened again when it changes. members: sites,
     ascending. weights: of the members in the mean, 0 for the `takers`, which first take the global

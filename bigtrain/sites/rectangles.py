@@ -115,7 +115,7 @@ def decode_rectangles(
     touched, block_indices = zip(
         *(touched_blocks(shape, box, codec.block) for box, shape in boxes), strict=True
     )
-    # The integers of all rectangles, then the scales of all rectangles.
+    # The integers of every rectangle, then the scales of every rectangle.
     num_scales = [len(blocks) for blocks in touched]
     integer_bytes = -(-sum(counts) * codec.bits // 8)
     _refuse_length(raw, integer_bytes + 4 * sum(num_scales))

@@ -223,7 +223,7 @@ class DirectExchange:
 
     def _begin_round(self, entries: dict[int, RoundEntry], *, is_new: bool) -> None:
         """Plan a round of sites by their entries, and open it unless the plan is a refusal."""
-        # Groups of ranks stay open while the same processes of the same sites take part.
+        # Groups of ranks stay open while no site is added, lost or started again.
         rows, last = self._store.sites(), self._store.record()
         incarnations = tuple((s, rows[s].run, rows[s].num_joins) for s in sorted(entries))
         if self._incarnations != incarnations:
@@ -312,7 +312,7 @@ class DirectExchange:
         self._exclude(current.blamed)
         self._num_unexplained = 0 if silent or current.blamed else self._num_unexplained + 1
         if self._num_unexplained > 1 and len(plan.members) > 1:
-            # All members are alive, and some cannot reach each other: exclude one of them, for
+            # All members are alive, and some cannot reach each other: exclude one member, for
             # twice as many outer steps each time.
             site, self._num_unexplained = max(failed), 0
             times = self._exclusions.get(site, _Exclusion()).times + 1
@@ -334,8 +334,8 @@ class DirectExchange:
             self._members.log(f"site {site} is excluded: it {UNUSABLE}")
 
     def _expected(self) -> Mapping[int, SiteRow]:
-        """Return the sites that take part in the next round; it waits for those of them that have
-        not entered."""
+        """Return the sites that take part in the next round, which waits until they have
+        entered."""
         record = self._store.record()
         number = 0 if record is None else int(record["number"])
         alive = {
@@ -377,7 +377,7 @@ class DirectExchange:
                 self._end_generation()
 
     def _end_generation(self) -> None:
-        """Refuse `get` and `put` of a round that fails: other members may wait in them for a site
+        """Refuse `get` and `put` of a round that fails: other members may wait there for a site
         that has voted against it, or is lost."""
         if self._generation:
             self._incarnations, self._generation = (), ""

@@ -44,7 +44,7 @@ class GlobalWeights:
     momentum and rounding error each, if the run has them; while a step is made, the same for the
     new state, and 8 bytes for the mean.
 
-    shapes: of all parameters that are trained. absolute: whether sites send weights if the codec
+    shapes: of every trained parameter. absolute: whether sites send weights if the codec
     is absolute (float32); else they send differences. tensors, record: the state, and its outer
     step as JSON; a restart needs both.
     """
@@ -206,7 +206,7 @@ class GlobalWeights:
         share: float,
     ) -> Update:
         """Make an outer step on the states of a parameter, flat views that are changed in place;
-        return the update that sites receive. mean: of the sites' weights, or of their differences
+        return the update that sites receive. mean: of the sites' weights, or of differences
         if `is_relative`."""
         weights, error = states["weights"], states.get("error")
         before = weights.clone()

@@ -1,4 +1,4 @@
-"""Rules of a round of the direct exchange: when it begins, and what each site does in it. No state
+"""Rules of a round of the direct exchange: when it begins, and what each site does. No state
 and no communication."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def plan_round(
     )
     if last is not None and not is_newest:
         number = max(number, int(last["number"]) + (fragment is None))
-    # The run ends with the outer step that is the last exchange of all averaged sites.
+    # The run ends with the outer step that is the last exchange of every averaged site.
     is_last_exchange = bool(averaged) and all(entry.is_last for entry in averaged.values())
     ended_step = step if is_last_exchange else 0
     if last is not None and is_newest and fragment is None:
