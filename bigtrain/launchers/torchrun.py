@@ -116,7 +116,7 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
         rule = "may contain only letters, digits and ._-"
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))
-    with suppress(ConfigError):  # of a range that is refused itself
+    with suppress(ConfigError):  # of an invalid range, which `request.check` reports
         num_nodes = node_range(request.nodes)[1] + request.spares
         # At least three heartbeats, and three looks of an agent at them.
         shortest = math.ceil(_HEARTBEATS * max(1.0, look_seconds(num_nodes)))
