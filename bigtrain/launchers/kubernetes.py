@@ -172,10 +172,8 @@ def merge_patch(base: Any, patch: Any) -> Any:
     """Return `base` with `patch` merged in: mappings by key, lists of named entries by name; other
     values are replaced, and None removes a field."""
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
-        fields = {
-            **base,
-            **{key: merge_patch(base.get(key), value) for key, value in patch.items()},
-        }
+        merged = {key: merge_patch(base.get(key), value) for key, value in patch.items()}
+        fields = {**base, **merged}
         return {key: value for key, value in fields.items() if value is not None}
     if _is_named_list(base) and _is_named_list(patch):
         by_name = {entry["name"]: entry for entry in base}
