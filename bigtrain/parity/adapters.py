@@ -22,7 +22,7 @@ from bigtrain.settings.run_config import AdaptersSection
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Let `model` be its base inside, by peft's own switch."""
+    """Disable the adapters of `model` inside the block, by peft's own switch."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]

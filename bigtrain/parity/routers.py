@@ -23,15 +23,15 @@ AUXILIARY, Z_LOSS, BIAS_RATE = 0.5, 0.05, 0.02
 
 @dataclass(frozen=True)
 class StepDivision:
-    """Division of a step by a topology: samples of a rank's micro-batch, ranks with other
+    """Division of a step by a topology: samples of a rank's micro-batch, and ranks with different
     samples."""
 
     micro_batch_size: int
     data_size: int
 
     def chunks(self, samples: int, section: MoeSection) -> list[torch.Tensor]:
-        """Return the samples over which a router loss is computed at once: a rank's samples, or
-        every rank's."""
+        """Return groups of samples, for each of which a router loss is computed: the micro-batch of
+        a rank, or the micro-batches of all ranks."""
         size = self.micro_batch_size
         if section.auxiliary_loss == "global_batch":
             size *= self.data_size
@@ -50,7 +50,8 @@ _FORMULA = "load_balancing_loss_func"
 
 
 class RouterTerms:
-    """Router terms of a plain model in training."""
+    """Router losses and selection biases of a plain model in training. biases: empty unless the run
+    updates them."""
 
     def __init__(self, model: Any, section: MoeSection, sequence_length: int) -> None:
         self._model, self._section = model, section
@@ -80,8 +81,8 @@ class RouterTerms:
         self._counts.clear()
 
     def of(self, outputs: Sequence[Any]) -> torch.Tensor:
-        """Return the loss to add for one chunk of samples, from the model's outputs for its
-        parts."""
+        """Return the router losses of a chunk of samples, from the outputs of its forward
+        passes."""
         total = torch.zeros(())
         if self._coefficient:
             total = total + self._coefficient * self._auxiliary(outputs)
@@ -92,8 +93,10 @@ class RouterTerms:
         return total
 
     def _auxiliary(self, outputs: Sequence[Any]) -> torch.Tensor:
+        """Return the load-balancing loss, without its coefficient."""
         model = self._model
         if self._section.auxiliary_loss == "global_batch":
+            # experts * sum(f_i P_i), with the fractions f of the step so far.
             logits = torch.cat([layer for output in outputs for layer in output.router_logits])
             top_k = int(model.config.num_experts_per_tok)
             is_routed = F.one_hot(logits.topk(top_k, -1).indices, logits.shape[-1]).sum(1).float()
@@ -102,9 +105,10 @@ class RouterTerms:
             return logits.shape[-1] * (fractions * logits.softmax(-1).mean(0)).sum()
         if len(outputs) == 1:
             return cast(torch.Tensor, outputs[0].aux_loss)
-        layers = zip(*(output.router_logits for output in outputs), strict=True)
+        # transformers' formula, on the logits of all passes.
         formula = getattr(sys.modules[type(model).__module__], _FORMULA)
-        logits_by_layer = tuple(map(torch.cat, layers))
+        passes_by_layer = zip(*(output.router_logits for output in outputs), strict=True)
+        logits_by_layer = tuple(map(torch.cat, passes_by_layer))
         loss = formula(logits_by_layer, model.num_experts, model.num_experts_per_tok)
         return cast(torch.Tensor, loss)
 
@@ -116,12 +120,13 @@ class RouterTerms:
             step = self._section.bias_update_rate * (counts.mean() - counts).sign()
             bias.tensor.add_(step.to(bias.tensor.dtype).view_as(bias.tensor))
 
-    def _count(self, name: str, module: Any, inputs: Any, named: Any) -> None:
+    def _count(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
+        """Count the tokens of each expert, before a forward pass of the experts `name`."""
         if not module.training:
             return
-        expert_ids = named["top_k_index"] if "top_k_index" in named else inputs[1]
+        expert_ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        # Ids beyond the experts count for an extra expert, which is dropped.
         num_experts = int(module.num_experts)
-        counted = F.one_hot(
-            expert_ids.flatten().clamp(max=num_experts).long(), num_experts + 1
-        ).sum(0)[:-1]
-        self._counts[name] = self._counts.get(name, torch.zeros_like(counted)) + counted
+        expert_ids = expert_ids.flatten().clamp(max=num_experts).long()
+        counts = F.one_hot(expert_ids, num_experts + 1).sum(0)[:-1]
+        self._counts[name] = self._counts.get(name, torch.zeros_like(counts)) + counts
