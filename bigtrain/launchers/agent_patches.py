@@ -56,6 +56,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Return the state of the ranks; after a failure of a rank, report it and end the ranks."""
         failure = None if self._pcontext is None else _first_failure(self._pcontext)
         if failure is None:
             result: RunResult = super()._monitor_workers(worker_group)
@@ -75,7 +76,8 @@ class Agent(LocalElasticAgent):
             self._exit_barrier()  # type: ignore[no-untyped-call]
         return RunResult(state=WorkerState.FAILED, failures={rank: failure})
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # before a restart
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """End the ranks before a restart, with time to save if they can."""
         if worker_group.state == WorkerState.HEALTHY:  # otherwise they have ended already
             lost_hosts = self._rendezvous_handler.lost_hosts()
             if lost_hosts:

@@ -150,6 +150,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
     """Operations on the state. Ranks of hosts are kept from round to round."""
 
     def _mark_rendezvous_complete(self) -> None:
+        """Complete the round as torch does, but with `assign_ranks`."""
         super()._mark_rendezvous_complete()
         state = self._state
         ranks = assign_ranks(state.participants, _State(state).expected)
@@ -185,14 +186,11 @@ class _Join(_RendezvousJoinOp):
                 return self._idle(ctx)
         # The round is complete with every host of the last round that is alive, unless a host that
         # waits or idles could still join.
-        can_grow = len(joined) < ctx.settings.max_nodes
-        is_round_full = (
-            bool(expected)
-            and expected.keys() <= joined.keys()
-            and len(joined) >= ctx.settings.min_nodes
-            and not state.wait_list
-            and not (state.redundancy_list and can_grow)
-        )
+        has_all_expected = bool(expected) and expected.keys() <= joined.keys()
+        is_large_enough = len(joined) >= ctx.settings.min_nodes
+        has_place = len(joined) < ctx.settings.max_nodes
+        may_join = bool(state.wait_list or (state.redundancy_list and has_place))
+        is_round_full = has_all_expected and is_large_enough and not may_join
         if node in joined and not state.complete and is_round_full:
             return _Action.MARK_RENDEZVOUS_COMPLETE
         return super().__call__(ctx, deadline)

@@ -89,6 +89,7 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
     draws[:, 0] = 1.0  # a row without targets would be padding
     ignored_shares = _MOST_IGNORED * torch.rand(num_rows, 1, generator=generator)
     labels[draws < ignored_shares] = IGNORED_LABEL
+    # Fields that only some objectives or data have.
     positions = desirable = classes = values = ids = weights = None
     if config.data.isolates:
         positions = document_positions(num_rows, length)

@@ -144,7 +144,7 @@ class _Muon:
                 master[box.slices] = values_of_box.view(box.sizes)
 
     def _newton_schulz(self, update: torch.Tensor) -> torch.Tensor:
-        # X <- a X + (b A + c A A) X, with A = X X^T (Jordan 2024).
+        """Return the orthogonalized update: X <- a X + (b A + c A A) X, A = X X^T (Jordan 2024)."""
         a, b, c = self._settings.ns_coefficients
         is_tall = update.shape[0] > update.shape[1]
         x: torch.Tensor = update.T if is_tall else update
@@ -166,6 +166,7 @@ class _Lion:
         }
 
     def step(self) -> None:
+        """Update once."""
         for group in self.param_groups:
             for master in group["params"]:
                 moment, gradient = self._moments[id(master)], master.grad

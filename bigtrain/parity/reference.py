@@ -151,6 +151,7 @@ def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
 
 
 def _load(model_class: Any, path: str | None, config: RunConfig, dtype: torch.dtype) -> Any:
+    """Load a model with the run's attention."""
     assert path is not None
     attention = None if config.model.attention == "auto" else config.model.attention
     model = model_class.from_pretrained(path, dtype=dtype, attn_implementation=attention)
@@ -184,7 +185,7 @@ def _train(
             is_past_end = batch.labels == IGNORED_LABEL
             padding = model.config.get_text_config().pad_token_id
             batch = replace(batch, input_ids=batch.input_ids.masked_fill(is_past_end, padding))
-        trace.layers = layer_outputs(model, lambda: _outputs(model, batch)[1])
+        trace.layers = layer_outputs(model, lambda: _outputs(model, batch))
     model.train()
     averages: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
@@ -234,8 +235,9 @@ def _train(
 @torch.no_grad()
 def _with_teacher_tokens(batch: MicroBatch, teacher: Any, section: ObjectiveSection) -> MicroBatch:
     """Return `batch` with the most probable tokens of the model `teacher` at each position."""
-    logits = _outputs(teacher, batch)[1].float() / section.temperature
-    values, ids = logits.log_softmax(-1).topk(section.teacher_top_k)
+    _, logits = _outputs(teacher, batch)
+    log_probs = (logits.float() / section.temperature).log_softmax(-1)
+    values, ids = log_probs.topk(section.teacher_top_k)
     return replace(batch, teacher_values=values, teacher_ids=ids)
 
 
@@ -344,7 +346,8 @@ class PlainPasses:
         """Yield every micro-batch twice, since there is no other device, and the log-probability
         per row, float32 [R]. Dropout is off anyway."""
         for batch in batches:
-            yield batch, batch, self.log_probabilities(batch, batch)[0].sum(-1)
+            log_probs, _ = self.log_probabilities(batch, batch)
+            yield batch, batch, log_probs.sum(-1)
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`: there is one process."""

@@ -49,6 +49,11 @@ def can_be_put_together(model: Any) -> bool:
 _FORMULA = "load_balancing_loss_func"
 
 
+def _router_logits(outputs: Sequence[Any]) -> torch.Tensor:
+    """Return the router logits of all layers and passes, [tokens, experts]."""
+    return torch.cat([layer for output in outputs for layer in output.router_logits])
+
+
 class RouterTerms:
     """Router losses and selection biases of a plain model in training. biases: empty unless the run
     updates them."""
@@ -87,9 +92,8 @@ class RouterTerms:
         if self._coefficient:
             total = total + self._coefficient * self._auxiliary(outputs)
         if self._section.z_loss_coefficient:
-            logits = torch.cat([layer for output in outputs for layer in output.router_logits])
-            square = logits.float().exp().sum(-1).log().square().mean()
-            total = total + self._section.z_loss_coefficient * square
+            z_loss = _router_logits(outputs).float().exp().sum(-1).log().square().mean()
+            total = total + self._section.z_loss_coefficient * z_loss
         return total
 
     def _auxiliary(self, outputs: Sequence[Any]) -> torch.Tensor:
@@ -97,12 +101,12 @@ class RouterTerms:
         model = self._model
         if self._section.auxiliary_loss == "global_batch":
             # experts * sum(f_i P_i), with the fractions f of the step so far.
-            logits = torch.cat([layer for output in outputs for layer in output.router_logits])
-            top_k = int(model.config.num_experts_per_tok)
-            is_routed = F.one_hot(logits.topk(top_k, -1).indices, logits.shape[-1]).sum(1).float()
+            logits = _router_logits(outputs)
+            top_k, num_experts = int(model.config.num_experts_per_tok), logits.shape[-1]
+            is_routed = F.one_hot(logits.topk(top_k, -1).indices, num_experts).sum(1).float()
             self._is_routed.append(is_routed)
             fractions = torch.cat(self._is_routed).mean(0)
-            return logits.shape[-1] * (fractions * logits.softmax(-1).mean(0)).sum()
+            return num_experts * (fractions * logits.softmax(-1).mean(0)).sum()
         if len(outputs) == 1:
             return cast(torch.Tensor, outputs[0].aux_loss)
         # transformers' formula, on the logits of all passes.

@@ -55,6 +55,7 @@ def run_parity(
             proxy = shrink(config, world_size, directory / "model")
         for note in proxy.notes:
             say(note)
+        # Report refused topologies first.
         all_points = points(proxy, world_size)
         for point in all_points:
             if point.is_wrong:
@@ -175,6 +176,7 @@ def train_points(
 
 
 def _read_trace(directory: Path) -> TrainingTrace:
+    """Return the measurements that the worker wrote for a point."""
     scalars = json.loads((directory / "figures.json").read_text())
     first, last = (read_full_masters(directory / step) for step in ("first", "last"))
     for key, average in read_full(directory / "last", (MASTER, AVERAGE)).items():

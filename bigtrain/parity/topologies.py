@@ -45,7 +45,8 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
     # Cached, since a trial of the model takes about a second.
     model_refusal = cache(partial(_model_refusal, config))
     has_other_loss = cache(partial(_has_other_auxiliary_loss, config))
-    has_experts = inspect_configuration(config.model)[0].num_experts is not None
+    dimensions, *_ = inspect_configuration(config.model)
+    has_experts = dimensions.num_experts is not None
     # Every division of the ranks, with every engine that fits it.
     for parallel in _degrees(world_size, has_experts=has_experts):
         for engine in proxy.engines:
@@ -132,5 +133,6 @@ def _model_refusal(config: RunConfig, parallel: ParallelSection) -> str | None:
     except ModelError as error:
         return str(error)
     point_config = config.model_copy(update={"parallel": parallel})
-    problems = problems or try_model(point_config, hf_config)[0]
+    if not problems:
+        problems, *_ = try_model(point_config, hf_config)
     return "; ".join(problem.rule for problem in problems) or None

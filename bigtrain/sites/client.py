@@ -55,15 +55,16 @@ class ServerClient:
                 http.client.HTTPSConnection, parts.hostname, parts.port, context=tls
             )
         self._token = token
-        self._instance = self._session = ""
+        # The ids of the server's start and of a session, empty before `hello`.
+        self._instance, self._session = "", ""
         self._sequence = 0
         self.num_bytes = 0
 
     def clone(self) -> ServerClient:
         """Return a client of this server for another thread."""
         client = copy.copy(self)
-        client._instance = client._session = ""
-        client._sequence = client.num_bytes = 0
+        client._instance, client._session = "", ""
+        client._sequence, client.num_bytes = 0, 0
         return client
 
     def ask(

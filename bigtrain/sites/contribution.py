@@ -70,13 +70,13 @@ def refuse_norm(change: float, weights: float, count: int, slack: float = 1.0) -
 def refuse_own_change(buckets: Iterable[Bucket], site: int, step: int, ranks: SiteRanks) -> None:
     """Raise TrainingError on every rank of this site if its change after `step` cannot be sent.
     Collective over the site."""
-    change = weights = count = 0.0
+    change_square, weights_square, num_elements = 0.0, 0.0, 0
     for bucket in buckets:
         local = bucket.copy_masters()
-        change += square(local, bucket.weights)
-        weights += square(bucket.weights, torch.zeros(()))
-        count += len(local)
-    change, weights, count = ranks.sums(change, weights, count)
+        change_square += square(local, bucket.weights)
+        weights_square += square(bucket.weights, torch.zeros(()))
+        num_elements += len(local)
+    change, weights, count = ranks.sums(change_square, weights_square, num_elements)
     try:
         refuse_norm(change, weights, int(count))
     except UnusableError as error:

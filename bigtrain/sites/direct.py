@@ -88,6 +88,7 @@ class DirectSteps:
             attempt.detach_reason = str(error)
 
     def _make(self, attempt: Attempt) -> None:
+        """Enter, make the transfers of the plan, vote, and set the results of the verdict."""
         started_at = time.perf_counter()
         plan = self._plan(attempt)
         attempt.waited = time.perf_counter() - started_at
@@ -235,8 +236,9 @@ class DirectSteps:
             local: Tensors = attempt.local or [None] * len(buckets)
             weights = [bucket.weights for bucket in buckets]
             errors = [None if bucket.error is None else bucket.error.clone() for bucket in buckets]
-            if received:  # this site's own change does not count
-                local = weights = [state.weights for state in received[plan.fragment]]
+            if received:  # this site's own change does not count: it has the received weights
+                weights = [state.weights for state in received[plan.fragment]]
+                local = weights
                 errors = [None if error is None else torch.zeros_like(error) for error in errors]
             attempt.means = exchange.means(plan.fragment, buckets, local, weights, errors)
             attempt.errors = errors

@@ -254,14 +254,12 @@ class WeightExchange:
         JSON that is not rectangles of this model."""
         held = list(_held_rectangles(state))
         shapes = {rectangle.box.name: rectangle.shape for rectangle in held}
-        # Only of parameters that this rank holds: it exchanges no others.
-        parsed = [
-            [
-                [ParameterBox.from_json(tree, shapes) for tree in rank_trees if tree[0] in shapes]
-                for rank_trees in site_layout
-            ]
-            for site_layout in layouts
-        ]
+
+        def parse(trees: Sequence[Any]) -> list[ParameterBox]:
+            """Return the rectangles of parameters that this rank holds: it exchanges no others."""
+            return [ParameterBox.from_json(tree, shapes) for tree in trees if tree[0] in shapes]
+
+        parsed = [[parse(trees) for trees in site_layout] for site_layout in layouts]
         groups = overlapping_peers(parsed, site, rank)
 
         # Every element is exchanged, since all sites train equal parameters; elements that are
@@ -348,6 +346,7 @@ def rectangles_of(state: OuterState) -> list[Any]:
 
 
 def _held_rectangles(state: OuterState) -> Iterator[_HeldRectangle]:
+    """Yield the rectangles of this rank's shares of all buckets."""
     for fragment in range(state.num_fragments):
         for index, bucket in enumerate(state.buckets(fragment)):
             flat = bucket.weights

@@ -126,6 +126,7 @@ class OuterState:
             self._replicas = group if dist.get_world_size(group) > 1 else None
 
     def _allocate(self, parts: Sequence[MasterPart]) -> None:
+        """Allocate the states, zeros, and add views of them to the engine's checkpoints."""
         sites, num_elements = self._sites, sum(part.count for part in parts)
         self.weights = torch.zeros(num_elements)
         has_momentum = sites.outer.has_momentum and not sites.server_holds_weights
@@ -141,7 +142,8 @@ class OuterState:
                 for state_name, state in states_by_name.items()
                 if state is not None
             }
-            fragment_ends[self._fragment(part)] = begin = end
+            fragment_ends[self._fragment(part)] = end
+            begin = end
         # A fragment begins at the end of the last fragment before it that is not empty.
         self._fragment_begins = list(itertools.accumulate([0, *fragment_ends], max))
 
@@ -261,6 +263,7 @@ def replicated_parameters(engine: TrainEngine) -> set[str]:
 
 
 def _trained_parts(engine: TrainEngine) -> list[MasterPart]:
+    """Return the parts of masters on this rank, except empty and frozen ones."""
     module = engine.module
     return [
         part

@@ -139,7 +139,7 @@ class OuterStep:
         attempt = self._complete(None, step)
         if attempt.detach_reason:
             raise LaunchError(attempt.detach_reason)
-        if self._merge(attempt, 0.0):
+        if self._merge(attempt, 0.0):  # with the weights of sites that are ahead
             self._in_flight = None
             self._engine.refresh_parameters()
 
@@ -223,6 +223,7 @@ class OuterStep:
     # Attempts
 
     def _new_attempt(self, fragment: int | None, step: int) -> Attempt:
+        """Return an attempt with its inputs, except `local`."""
         tokens = 0
         if fragment is not None:
             steps = max(1, step - self._sent_steps[fragment])
@@ -235,6 +236,7 @@ class OuterStep:
         """Make an outer step; repeat it, without sites that were lost, until an attempt counts or
         this site is detached. Updates the global weights, not the masters."""
         started_at = time.perf_counter()
+        # Enough for the server to exclude all other sites, each after two failures.
         for _ in range(2 * self.sites.count + 2):
             attempt = self._new_attempt(fragment, step)
             self._exchange.make(attempt)
@@ -271,6 +273,7 @@ class OuterStep:
         record = attempt.record
         if record is None:
             return
+        # Without a mean in this outer step, the sites of the last mean stay.
         self.record = record.model_copy(update={"sites": record.sites or self.record.sites})
         if attempt.received is not None:
             for bucket, state in zip(self.state.all_buckets(), attempt.received, strict=True):

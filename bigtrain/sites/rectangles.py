@@ -83,7 +83,8 @@ def touched_blocks(
     if box.is_flat_range(shape):
         first, last = box.flat_ends(shape)
         blocks = torch.arange(first, last + 1) // block
-        return torch.arange(int(blocks[0]), int(blocks[-1]) + 1), blocks - blocks[0]
+        first_block, last_block = first // block, last // block
+        return torch.arange(first_block, last_block + 1), blocks - first_block
     # Flat indices of the elements of the box, built up by one dimension at a time.
     indices = torch.zeros((), dtype=torch.int64)
     for offset, size, dimension in zip(box.offsets, box.sizes, shape, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import time
+from itertools import chain
 
 import torch
 
@@ -259,9 +260,9 @@ class ServerSteps:
 def full_shapes(engine: TrainEngine, ranks: SiteRanks) -> dict[str, tuple[int, ...]]:
     """Return the full shape of each trained parameter of all pipeline stages by its name; (1,) for
     a scalar. Collective."""
-    own_shapes = {
+    rank_shapes = {
         name: tuple(full_shape(parameter)) or (1,)
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad
     }
-    return {name: shape for shapes in ranks.gathered(own_shapes) for name, shape in shapes.items()}
+    return dict(chain.from_iterable(shapes.items() for shapes in ranks.gathered(rank_shapes)))

@@ -145,7 +145,7 @@ def command_words(values: Any, **changed: object) -> list[str]:
         if value == field.default:
             continue
         argument, settings = _settings(field, annotation)
-        flag = (argument.flags or (f"--{field.name.replace('_', '-')}",))[0]
+        flag = argument.flags[0] if argument.flags else f"--{field.name.replace('_', '-')}"
         # The texts of the value: of a sequence or mapping one for each item.
         if isinstance(value, Mapping):
             items = [f"{name}={item}" for name, item in value.items()]
@@ -158,7 +158,8 @@ def command_words(values: Any, **changed: object) -> list[str]:
         elif value is True:
             options.append(flag)
         elif settings.get("action") == "append":
-            options += [word for item in items for word in (flag, item)]
+            for item in items:
+                options += [flag, item]
         else:
             options += [flag, *items]
     return [*options, *positional]
@@ -168,7 +169,8 @@ def _written_fields(record: type) -> Iterator[tuple[Field[Any], Any]]:
     """Yield the fields that can be written on a command line: not those that hold a function."""
     annotations = get_type_hints(record, include_extras=True)
     for field in fields(record):
-        if get_origin(_unwrapped(annotations[field.name])[0]) is not Callable:
+        value_type, _ = _unwrapped(annotations[field.name])
+        if get_origin(value_type) is not Callable:
             yield field, annotations[field.name]
 
 

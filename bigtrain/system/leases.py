@@ -91,7 +91,10 @@ class Leases:
     def is_live(self, name: str) -> bool:
         """Return whether a process holds a lease on `name` that has not expired."""
         path = self.directory / f"{name}{SUFFIX}"
-        return path.exists() and self._state(path)[0] == "live"
+        if not path.exists():
+            return False
+        state, _ = self._state(path)
+        return state == "live"
 
     def release(self, tokens: set[str]) -> None:
         """Release the leases of processes `tokens`, which have ended."""

@@ -79,6 +79,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _bound(address: str, port: int) -> socket.socket | None:
+    """Return a socket bound to the first usable address that `address` resolves to; None if there
+    is none."""
     try:
         infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:

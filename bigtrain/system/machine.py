@@ -212,10 +212,10 @@ def other_versions(
 ) -> dict[str, dict[str, str]]:
     """Return the versions of each host that differ from those of most hosts: texts by name."""
     names = next(iter(versions_by_host.values()))
-    usual = {
-        name: Counter(versions[name] for versions in versions_by_host.values()).most_common(1)[0][0]
-        for name in names
-    }
+    usual: dict[str, str | None] = {}
+    for name in names:
+        counts = Counter(versions[name] for versions in versions_by_host.values())
+        usual[name] = max(counts, key=counts.__getitem__)  # the first on a tie
     return {
         host: {
             name: f"{name} {version} (others: {usual[name]})"

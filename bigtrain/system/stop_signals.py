@@ -89,6 +89,7 @@ class StopSignals:
         self.restore()
 
     def _install(self) -> None:
+        """Install the handlers, and a thread that sees signals while the main thread is busy."""
         # Python installs handlers in the main thread only.
         if self._before or threading.current_thread() is not threading.main_thread():
             return
@@ -101,6 +102,7 @@ class StopSignals:
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal, in the main thread."""
         self.received = self.received or number
         self._num_interrupts += number == signal.SIGINT
         if self._is_interrupt(number) and self._action is not None:

@@ -160,6 +160,7 @@ def processor() -> str:
 
 
 def _fingerprint(library: str) -> str:
+    """Return a text that changes with the installed files of `library`. Raises LookupError."""
     try:
         installed = metadata.distribution(library)
     except metadata.PackageNotFoundError:

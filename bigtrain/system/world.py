@@ -92,9 +92,10 @@ def _local_rank(rank: int, size: int, environment: Mapping[str, str]) -> str:
     """Return the local rank if a script has set only RANK and WORLD_SIZE: that of mpirun or srun,
     if its rank and world size are `rank` and `size`; else 0."""
     for names in (_MPIRUN_NAMES, _SRUN_NAMES):
-        launcher_values = [environment.get(name, "") for name in names]
-        if launcher_values[:2] == [str(rank), str(size)] and launcher_values[2].isdecimal():
-            return launcher_values[2]
+        launcher_rank, launcher_size, local_rank = (environment.get(name, "") for name in names)
+        is_same_world = (launcher_rank, launcher_size) == (str(rank), str(size))
+        if is_same_world and local_rank.isdecimal():
+            return local_rank
     return "0"
 
 

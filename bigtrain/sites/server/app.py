@@ -149,16 +149,17 @@ class OuterServer:
         if signed.instance != self._instance:
             return protocol.OTHER_START, "the server has started again"
         nonce = _NONCE.fullmatch(signed.nonce)
+        session, number = (nonce[1], int(nonce[2])) if nonce else ("", 0)
         with self._lock:
-            last = self._last.get(nonce[1]) if nonce else None
-            if nonce is None or last is None:
+            last = self._last.get(session)
+            if last is None:
                 return protocol.OTHER_START, "the session is not known any longer"
-            if int(nonce[2]) <= last:
+            if number <= last:
                 self._note(
                     host, "sent before", f"refused a message ({action}) that was sent before"
                 )
                 return protocol.FORGED, "the message was sent before"
-            self._last[nonce[1]] = int(nonce[2])
+            self._last[session] = number
         return None
 
     async def _reply(self, request: Request, host: str, signed: _SignedHeaders) -> Response:

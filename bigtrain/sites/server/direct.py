@@ -101,6 +101,7 @@ class DirectExchange:
             self._members.note(LEFT_OUT, f"site {site}", "left")
 
     def _layout(self, request: protocol.LayoutRequest, document: memoryview) -> Reply:
+        """Store the layout document of a site."""
         digest = protocol.digest_of(document)
         with self._members.changed:
             self._store.write_layout(digest, document)
@@ -108,7 +109,9 @@ class DirectExchange:
         return {}, b""
 
     def _layout_of(self, request: protocol.LayoutOfRequest, _: memoryview) -> Reply:
-        document = self._store.layout(self._members.member(request.of_site).layout or "-")
+        """Return the layout document of another site."""
+        digest = self._members.member(request.of_site).layout
+        document = self._store.layout(digest or "-")  # no document has this name
         if document is None:
             raise RefusedError(f"site {request.of_site} has not sent its layout")
         return {}, document
@@ -131,10 +134,13 @@ class DirectExchange:
         return self._members.poll(plan, entry.seconds) or self._missing(), b""
 
     def _add_entry(self, entry: RoundEntry) -> None:
+        """Count a site as waiting, in place of its earlier entry. Raises RefusedError."""
         site, row = entry.site, self._members.member(entry.site)
         self._refuse_blamed(row)
         waiting, planned = self._waiting.get(site), self._plans.get(site)
-        if entry.entry in (waiting and waiting.entry.entry, planned and planned.entry):
+        is_waiting = waiting is not None and waiting.entry.entry == entry.entry
+        is_planned = planned is not None and planned.entry == entry.entry
+        if is_waiting or is_planned:
             return  # a repeated request
         if row.layout and self._store.layout(row.layout) is None:
             raise RefusedError(f"site {site} has not sent its layout")
@@ -235,7 +241,7 @@ class DirectExchange:
             is_new=is_new,
             generation=self._generation,
             layouts={site: rows[site].layout for site in sorted(entries)},
-            plain=sorted({name for row in rows.values() for name in json.loads(row.plain)}),
+            plain=sorted(set().union(*(json.loads(row.plain) for row in rows.values()))),
         )
         reported = self._members.pending()
         before = set(plan.members if last is None else last["members"])
@@ -276,6 +282,7 @@ class DirectExchange:
             self._abort(current, silent)
 
     def _commit(self, current: _OpenRound) -> None:
+        """Store the outer step of the open round, and end the round."""
         plan = current.plan
         record = {
             **plan.model_dump(mode="json", include=set(StepRecord.model_fields)),

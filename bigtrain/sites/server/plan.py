@@ -80,6 +80,7 @@ def plan_round(
     best = max(
         groups.values(), key=lambda group: (group[0].tokens_seen, len(group), -group[0].site)
     )
+    best_weights = best[0]  # number, tokens_seen and digest are equal in a group
 
     # Sites of this group that exchange a fragment are in the mean, weighted by their tokens.
     fragment = next((entry.fragment for entry in best if entry.fragment is not None), None)
@@ -95,7 +96,8 @@ def plan_round(
         takers = tuple(site for site in members if site not in averaged)
     # A number names one set of weights: sites that continue from older weights get a new number
     # (an exchange of a fragment adds 1 to it below).
-    number, step = best[0].number, max(e.step for e in (list(averaged.values()) or best))
+    number = best_weights.number
+    step = max(entry.step for entry in (list(averaged.values()) or best))
     is_newest = last is None or (
         number == last["number"] and any(entry.site in last["members"] for entry in best)
     )
@@ -113,7 +115,7 @@ def plan_round(
             f"sites of a new run begin with different global weights ({digests}) -> give all of "
             "them the same model, seed and versions"
         )
-    elif last is not None and not is_newest and last["ended_step"] >= best[0].last_step:
+    elif last is not None and not is_newest and last["ended_step"] >= best_weights.last_step:
         refusal = _refusal_of_second_end(last, entries.keys())
     return RoundPlan(
         attempt=secrets.token_hex(8),
@@ -127,7 +129,7 @@ def plan_round(
         number=number + (fragment is not None),
         step=step,
         ended_step=ended_step,
-        tokens_seen=best[0].tokens_seen + sum(tokens),
+        tokens_seen=best_weights.tokens_seen + sum(tokens),
         layouts=dict(layouts),
         plain=tuple(plain),
         refusal=refusal,

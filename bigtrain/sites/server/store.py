@@ -161,7 +161,7 @@ class ServerDirectory:
         """Commit; if that fails, as with a failed sync, find out whether the transaction is in the
         database nevertheless."""
         # A counter that is written in the transaction: it shows whether COMMIT took effect.
-        version = (int(self._rows("PRAGMA user_version")[0][0]) + 1) % (1 << 31)
+        version = (int(self._scalar("PRAGMA user_version")) + 1) % (1 << 31)
         self._connection.execute(f"PRAGMA user_version = {version}")
         try:
             self._connection.execute("COMMIT")
@@ -169,8 +169,13 @@ class ServerDirectory:
             with suppress(sqlite3.Error):
                 self._connection.close()
             self._connection = self._connect()
-            if int(self._rows("PRAGMA user_version")[0][0]) != version:
+            if int(self._scalar("PRAGMA user_version")) != version:
                 raise
+
+    def _scalar(self, sql: str) -> Any:
+        """Return the first column of the first row; None without a row."""
+        rows = self._rows(sql)
+        return rows[0][0] if rows else None
 
     def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -186,8 +191,8 @@ class ServerDirectory:
         """Return the description of the run, which callers must not change; None in a new
         directory."""
         if self._run is None:  # every request needs it, and it names every parameter
-            rows = self._rows("SELECT document FROM run")
-            self._run = json.loads(rows[0][0]) if rows else None
+            document = self._scalar("SELECT document FROM run")
+            self._run = None if document is None else json.loads(document)
         return self._run
 
     def write_run(self, document: Mapping[str, Any]) -> None:
@@ -199,7 +204,8 @@ class ServerDirectory:
 
     def sites(self) -> dict[int, SiteRow]:
         """Return all sites that have joined."""
-        return {row[0]: SiteRow(*row) for row in self._rows("SELECT * FROM sites ORDER BY site")}
+        rows = [SiteRow(*row) for row in self._rows("SELECT * FROM sites ORDER BY site")]
+        return {row.site: row for row in rows}
 
     def write_site(self, row: SiteRow) -> None:
         """Replace the row of a site."""
@@ -267,8 +273,8 @@ class ServerDirectory:
 
     def record(self) -> dict[str, Any] | None:
         """Return the record of the last outer step; None before the first."""
-        rows = self._rows("SELECT record FROM rounds ORDER BY id DESC LIMIT 1")
-        return json.loads(rows[0][0]) if rows else None
+        record = self._scalar("SELECT record FROM rounds ORDER BY id DESC LIMIT 1")
+        return None if record is None else json.loads(record)
 
     def records_after(self, number: int, limit: int = _KEPT_RECORDS) -> list[dict[str, Any]]:
         """Return the records of the newest outer steps later than `number`, oldest first."""
@@ -298,6 +304,7 @@ class ServerDirectory:
                 save_file(dict(tensors), path)
                 sync_to_disk(path)
                 sync_to_disk(self.directory)
+            # One transaction, which replaces the state file of the outer step before.
             with self.transaction():
                 self._unused += self._state_files()
                 name = None if tensors is None else path.name
@@ -322,12 +329,13 @@ class ServerDirectory:
     def state(self) -> dict[str, torch.Tensor] | None:
         """Return the tensors after the last outer step; None if there are none yet."""
         files = self._state_files()
+        if not files:
+            return None
+        path = files[0]
         try:
-            return load_file(files[0]) if files else None
+            return load_file(path)
         except Exception as error:  # whatever safetensors raises for a file that is damaged
-            raise LaunchError(
-                f"{files[0]} cannot be read: {error} -> restore the directory"
-            ) from error
+            raise LaunchError(f"{path} cannot be read: {error} -> restore the directory") from error
 
     # Events
 
