@@ -79,6 +79,7 @@ def _launch(arguments: Sequence[str]) -> int:
     if options.max_restarts == 0:  # otherwise torchrun would restart ranks that saved and exited
         options.signals_to_handle = "SIGINT"
         signal.signal(signal.SIGTERM, _forward)
+    # Run, and report how the launch ended in one line.
     try:
         if module is None:
             run.run(options)
@@ -87,9 +88,9 @@ def _launch(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        cause = f"exit code {code}" if code >= 0 else f"signal {-code}"
         verb = "stopped" if code == EXIT_STOPPED else "failed"
-        _say(f"rank {rank} {verb} first, with {how}; its output is above")
+        _say(f"rank {rank} {verb} first, with {cause}; its output is above")
         return code if code >= 0 else 128 - code
     except SignalException as error:
         _say(f"ended by {error.sigval.name}, which was sent to its ranks too: see their output")

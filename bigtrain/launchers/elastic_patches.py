@@ -238,6 +238,7 @@ class Rendezvous(DynamicRendezvousHandler):
             keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt") or 4,
         )
         self._spares = params.get_as_int("spares") or 0
+        # Heartbeats of its own, and torch's handler with this module's state and operations.
         node = self._node_desc_generator.generate(params.local_addr)
         self._poll_seconds = look_seconds(params.max_nodes + self._spares)
         self._heartbeats = Heartbeats(

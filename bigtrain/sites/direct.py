@@ -57,9 +57,9 @@ class DirectSteps:
         self._ranks = ranks
         self._membership = membership
         # Parameters replicated inside a site are sent in float32 by every site.
-        self._plain = (
-            sorted(replicated_parameters(engine)) if CODECS[sites.codec].keeps_error else []
-        )
+        self._plain: list[str] = []
+        if CODECS[sites.codec].keeps_error:
+            self._plain = sorted(replicated_parameters(engine))
         self.state = OuterState(engine, sites, self._plain)
         self._exchange: WeightExchange | None = None
         self._generation: str | None = None
@@ -94,6 +94,7 @@ class DirectSteps:
         attempt.waited = time.perf_counter() - started_at
         if plan.refusal:
             raise LaunchError(plan.refusal)
+        # Parameters that any site replicates are sent in float32 by every site.
         failure = _Failure("sites hold other parameters several times than before")
         has_same_plain = self.state.plain == set(plan.plain)
         if has_same_plain:
@@ -123,7 +124,7 @@ class DirectSteps:
         membership = self._membership
         if membership is None:
             return _plan_of_only_site(attempt, self.state.plain)
-        checksum = sum(self._ranks.gathered(self.state.checksum())) % (1 << 64)
+        checksum = sum(self._ranks.all_gather(self.state.checksum())) % (1 << 64)
         entry = {name: getattr(attempt, name) for name in _ENTRY_FIELDS}
         entry["digest"] = f"{checksum:016x}"
         # An attempt in a thread does not report waiting: the main thread trains.
@@ -131,8 +132,8 @@ class DirectSteps:
         return self._ranks.on_main(lambda: membership.enter(entry, on_wait))
 
     def _try_transfers(self, attempt: Attempt, plan: RoundPlan) -> _Failure:
-        """Make the transfers of the plan; return the failure of a rank, if any, first one that
-        names a site. Changes only the attempt. Collective over the site."""
+        """Make the transfers of the plan; return why they failed on a rank, with preference for a
+        failure that names a site. Changes only the attempt. Collective over the site."""
         layouts = None
         if plan.generation != self._generation:
             self._close()
@@ -153,7 +154,7 @@ class DirectSteps:
                 )
             return _Failure()
 
-        rank_results = self._ranks.gathered(self._ranks.agreed(transfer))
+        rank_results = self._ranks.all_gather(self._ranks.on_all(transfer))
         failures = [result for result in rank_results if result.reason]
         return max(failures, key=lambda f: f.unusable_site is not None, default=_Failure())
 
@@ -162,8 +163,11 @@ class DirectSteps:
     def _layout_document(self) -> bytes:
         """Return the rectangles of every rank of this site, in order and with a checksum, as JSON.
         Collective over the site."""
-        rank_layout = {"parts": self.state.layout(), "rectangles": rectangles_of(self.state)}
-        return json.dumps({"ranks": self._ranks.gathered(rank_layout)}).encode()
+        rank_layout = {
+            "parts": self.state.layout_checksum(),
+            "rectangles": rectangles_of(self.state),
+        }
+        return json.dumps({"ranks": self._ranks.all_gather(rank_layout)}).encode()
 
     def _layouts(self, attempt: Attempt, plan: RoundPlan) -> list[list[Any]]:
         """Return the rectangles of every member, by rank, as JSON; empty if the layouts of all
@@ -213,7 +217,7 @@ class DirectSteps:
         self._exchange, self._generation = exchange, plan.generation
 
     def _close(self) -> None:
-        """Close the connections, so that no other rank waits for this rank."""
+        """Close the connections by dropping their groups, so that no rank waits for this rank."""
         self._exchange, self._generation = None, None
 
     # Transfers

@@ -182,7 +182,7 @@ class OuterState:
         dist.all_gather(shares, padded, group=self._replicas)
         return torch.cat(shares)[:length].cpu()
 
-    def layout(self) -> str:
+    def layout_checksum(self) -> str:
         """Return a checksum of the parts of parameters that this rank holds, and their order."""
         parts = [(part.name, part.start, part.count, part.shard) for part in self._parts()]
         return xxhash.xxh3_64_hexdigest(repr(parts).encode())

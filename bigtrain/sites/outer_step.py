@@ -84,7 +84,7 @@ class OuterStep:
         self._membership: Membership | None = None
         if sites.server is not None:
             run = self._ranks.on_main(lambda: run)
-            self._membership = self._ranks.agreed(lambda: Membership(sites, run))
+            self._membership = self._ranks.on_all(lambda: Membership(sites, run))
         self._join_fields = {
             "facts": dict(facts),
             "allowed": list(allowed),
@@ -132,7 +132,8 @@ class OuterStep:
             for fragment in self.sites.sent_after(sent_step, step + 1):
                 self._sent_steps[fragment] = sent_step
         if in_flight is not None:
-            # The checkpoint was saved after `settle`, so the global weights are updated already.
+            # The checkpoint was saved after `settle`, so the global weights are updated already:
+            # only the merge of an attempt that counts (it has a record) is left.
             fragment, sent_step = in_flight
             self._in_flight = Attempt(fragment, sent_step, record=StepRecord())
         self._exchange.begin({**self._join_fields, "number": number, "is_new": is_new})
@@ -204,7 +205,7 @@ class OuterStep:
         if sent is None or sent.future is None:
             return []
         started_at = time.perf_counter()
-        self._ranks.agreed(sent.future.result)
+        self._ranks.on_all(sent.future.result)
         sent.future = None
         sent.waited = time.perf_counter() - started_at
         self._apply(sent)
@@ -215,8 +216,8 @@ class OuterStep:
         return self._metrics(sent)
 
     def close(self, reason: str = "") -> None:
-        """Leave the run, after the last step or before an early end (for a `reason` that is
-        sent to them), so that no site waits for this site."""
+        """Leave the run, so that no site waits for this site: after the last step, or before an
+        early end, with a `reason` for the other sites."""
         if self._membership is not None and self._is_main:
             self.notes += filter(None, [self._membership.leave(reason)])
 
@@ -297,7 +298,7 @@ class OuterStep:
         rounding errors."""
         for index, bucket in enumerate(self.state.buckets(fragment)):
             if attempt.means:
-                if attempt.received is not None:
+                if attempt.received is not None:  # this site's own change is discarded
                     local = bucket.weights.clone()
                 else:
                     local = attempt.local[index] if attempt.local else bucket.copy_masters()
@@ -330,7 +331,7 @@ class OuterStep:
     # Reports
 
     def _report(self, attempt: Attempt) -> None:
-        """Note what happened at an attempt, to this site and to others."""
+        """Add lines and events on an attempt, of this site and of other sites."""
         step_text, site_name = f"step {attempt.step}", f"site {self.sites.index}"
         self.notes += [f"{step_text}: {note}" for note in attempt.notes]
         # No other site is reachable: this site continues without outer steps.
@@ -382,7 +383,7 @@ class OuterStep:
         record = attempt.record
         if record is None or record.fragment is None:
             return []
-        rank_bytes, squares = self._ranks.gathered(attempt.num_bytes), attempt.squares
+        rank_bytes, squares = self._ranks.all_gather(attempt.num_bytes), attempt.squares
         change, distance, count = self._ranks.sums(
             squares.change, squares.distance, squares.num_elements
         )

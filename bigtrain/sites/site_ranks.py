@@ -30,19 +30,19 @@ class SiteRanks:
         """The rank of this process in its site."""
         return self._world.rank
 
-    def agreed(self, work: Callable[[], Result]) -> Result:
+    def on_all(self, work: Callable[[], Result]) -> Result:
         """Call `work` on every rank; return this rank's result."""
         return on_all_ranks(work, self._group)
 
     def on_main(self, work: Callable[[], Result]) -> Result:
         """Call `work` on the main rank only; return its result on all ranks."""
-        broadcast: list[Any] = [self.agreed(lambda: work() if self._world.is_main else None)]
+        broadcast: list[Any] = [self.on_all(lambda: work() if self._world.is_main else None)]
         if self._group is not None:
             dist.broadcast_object_list(broadcast, src=0, group=self._group)
         result: Result = broadcast[0]
         return result
 
-    def gathered(self, value: Result) -> list[Result]:
+    def all_gather(self, value: Result) -> list[Result]:
         """Return the `value` of every rank, in the order of the ranks."""
         values: list[Any] = [value]
         if self._group is not None:
@@ -52,4 +52,4 @@ class SiteRanks:
 
     def sums(self, *values: float) -> list[float]:
         """Return the sums of `values` over the ranks."""
-        return [sum(rank_values) for rank_values in zip(*self.gathered(values), strict=True)]
+        return [sum(rank_values) for rank_values in zip(*self.all_gather(values), strict=True)]

@@ -64,11 +64,11 @@ class ServerSteps:
             self._is_new, self._takes_weights = header["is_new"], not reply["is_asynchronous"]
             try:
                 if reply["uploads"]:
-                    self._ranks.agreed(self._upload)
+                    self._ranks.on_all(self._upload)
                     self._ranks.on_main(lambda: membership.ask("uploaded", {}))
                 return
             except RefusedByServerError:
-                # The server has started again meanwhile: it asks the next site that joins for them.
+                # The server has started again, and asks the next site that joins for the weights.
                 if not tries_left:
                     raise
 
@@ -104,10 +104,10 @@ class ServerSteps:
         """Send this site's change, and take the weights of the next outer step."""
         attempt_id = self._ranks.on_main(lambda: secrets.token_hex(8))
         bytes_before = self._membership.num_bytes
-        rank_messages = self._ranks.agreed(lambda: self._contribute(attempt, attempt_id, deadline))
+        rank_messages = self._ranks.on_all(lambda: self._contribute(attempt, attempt_id, deadline))
         attempt.num_bytes = self._membership.num_bytes - bytes_before
         started_at = time.perf_counter()
-        num_messages = sum(self._ranks.gathered(rank_messages))
+        num_messages = sum(self._ranks.all_gather(rank_messages))
         current = self._ranks.on_main(
             lambda: self._deliver(attempt, attempt_id, num_messages, deadline)
         )
@@ -221,7 +221,7 @@ class ServerSteps:
                 return [self._fetch_bucket(bucket, number, form, deadline) for bucket in buckets]
 
             try:
-                weights = self._ranks.agreed(fetch)
+                weights = self._ranks.on_all(fetch)
                 break
             except DetachedError:
                 # The server may have made another step meanwhile, which one site cannot hold up.
@@ -265,4 +265,4 @@ def full_shapes(engine: TrainEngine, ranks: SiteRanks) -> dict[str, tuple[int, .
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad
     }
-    return dict(chain.from_iterable(shapes.items() for shapes in ranks.gathered(rank_shapes)))
+    return dict(chain.from_iterable(shapes.items() for shapes in ranks.all_gather(rank_shapes)))

@@ -215,7 +215,7 @@ class DirectExchange:
     # Rounds
 
     def tick(self) -> None:
-        """Decide the open round, and form the next one, if that is due."""
+        """Decide the open round and begin the next round, each if it is due."""
         if self._open_round is not None:
             self._decide(self._open_round)
         if self._open_round is not None:
@@ -235,6 +235,7 @@ class DirectExchange:
         if self._incarnations != incarnations:
             self._incarnations, self._generation = incarnations, secrets.token_hex(8)
             self._values = {}
+        # The plan, with the events since the last outer step.
         plan = plan_round(
             entries,
             last,
@@ -244,8 +245,8 @@ class DirectExchange:
             plain=sorted(set().union(*(json.loads(row.plain) for row in rows.values()))),
         )
         reported = self._members.pending()
-        before = set(plan.members if last is None else last["members"])
-        events = round_events(plan, as_events(reported, plan.number), before)
+        last_members = set(plan.members if last is None else last["members"])
+        events = round_events(plan, as_events(reported, plan.number), last_members)
         plan = plan.model_copy(update={"events": events})
         for site, entry in entries.items():
             self._plans[site] = _Planned(entry.entry, plan)

@@ -121,7 +121,7 @@ class Members:
     def agreed_run(self, request: JoinRequest) -> Header:
         """Return the description of the run as it will be once the site has joined. Raises
         RefusedError, and keeps the reason in `refused`."""
-        run, joining = self.store.run(), described(request)
+        run, joining = self.store.run(), run_description(request)
         previous = self.store.sites().get(request.site, SiteRow(request.site))
         try:
             refuse_index(request.site, run or joining)
@@ -275,7 +275,7 @@ class Members:
         return self._events.copy()
 
 
-def described(request: JoinRequest) -> Header:
+def run_description(request: JoinRequest) -> Header:
     """Return the description of the run that a site joins; its values are shared with `request`."""
     names = ("facts", "sites", "parameters", "exchange")
     return {name: getattr(request, name) for name in names}

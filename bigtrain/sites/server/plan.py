@@ -152,18 +152,18 @@ def _refusal_of_second_end(last: Mapping[str, Any], present: Set[int]) -> str:
 
 
 def round_events(
-    plan: RoundPlan, noted: Sequence[OuterEvent], before: Set[int]
+    plan: RoundPlan, noted: Sequence[OuterEvent], last_members: Set[int]
 ) -> tuple[OuterEvent, ...]:
-    """Return the events of a round: the `noted` events, and the sites that are missing or back,
-    compared with the sites `before` (members of the last outer step)."""
+    """Return the events of a round: the `noted` events, and the sites that are missing or back
+    since the last outer step."""
     number, named_sites = plan.number, {event.who for event in noted}
     events = [
         OuterEvent(LEFT_OUT, f"site {site}", "missed the outer step", number)
-        for site in sorted(before - set(plan.members))
+        for site in sorted(last_members - set(plan.members))
         if f"site {site}" not in named_sites
     ]
     for site in plan.members:
-        if site in plan.takers or site not in before:
+        if site in plan.takers or site not in last_members:
             reason = "takes the global weights" if site in plan.takers else "takes part again"
             events.append(OuterEvent(RETURNED, f"site {site}", reason, number))
     returned = {event.who for event in events if event.event == RETURNED}

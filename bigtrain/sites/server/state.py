@@ -11,7 +11,7 @@ from bigtrain.sites.metrics import LEFT_OUT, RETURNED
 from bigtrain.sites.protocol import Header, JoinRequest, RefusedError
 from bigtrain.sites.server.deliveries import ServerExchange
 from bigtrain.sites.server.direct import DirectExchange
-from bigtrain.sites.server.members import Members, Rules, described, refuse_index
+from bigtrain.sites.server.members import Members, Rules, refuse_index, run_description
 from bigtrain.sites.server.store import ServerDirectory
 
 
@@ -74,8 +74,8 @@ class OuterServerState(Members):
         if exchange is None and request.parameters is not None:
             # Build it before the run is stored, since that may fail, and without the lock, since
             # all other requests wait for the lock.
-            refuse_index(request.site, described(request))
-            exchange = self._build(described(request))
+            refuse_index(request.site, run_description(request))
+            exchange = self._build(run_description(request))
         with self.changed:
             exchange = self.exchange or exchange
             if request.parameters is None or exchange is None:
