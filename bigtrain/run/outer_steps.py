@@ -94,7 +94,7 @@ class OuterSteps:
             state.outer_steps,
             state.step,
             is_new=state.step == 0,
-            in_flight=state.outer_sent,
+            pending_fragment=state.outer_sent,
             tokens_seen=state.outer_tokens,
         )
         return self._moved(state)
@@ -140,7 +140,7 @@ class OuterSteps:
             outer_tokens=record.tokens_seen,
             outer_ended=record.ended_step,
             outer_sites=record.sites or (state.outer_sites if is_same else ()),
-            outer_sent=self._step.in_flight,
+            outer_sent=self._step.pending_fragment,
         )
         # Sites that are ahead have trained the steps that this site skips.
         if self._step.continue_at is None or self._step.continue_at <= state.step:

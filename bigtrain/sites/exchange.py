@@ -252,8 +252,8 @@ class WeightExchange:
         """Return the exchange of sites with different layouts. layouts: by position of the site and
         by rank, the result of `rectangles_of`. site: position of this site. Raises ValueError for
         JSON that is not rectangles of this model."""
-        held = list(_held_rectangles(state))
-        shapes = {rectangle.box.name: rectangle.shape for rectangle in held}
+        rectangles = list(_held_rectangles(state))
+        shapes = {rectangle.box.name: rectangle.shape for rectangle in rectangles}
 
         def parse(trees: Sequence[Any]) -> list[ParameterBox]:
             """Return the rectangles of parameters that this rank holds: it exchanges no others."""
@@ -267,7 +267,7 @@ class WeightExchange:
         exchanged_elements: Counter[int] = Counter()
         for patch in chain.from_iterable(groups.values()):
             exchanged_elements[patch.index] += patch.box.num_elements
-        for index, rectangle in enumerate(held):
+        for index, rectangle in enumerate(rectangles):
             surplus = exchanged_elements[index] - rectangle.box.num_elements
             assert surplus >= 0, rectangle.box
             assert surplus == 0 or not rectangle.codec.keeps_error, rectangle.box
@@ -277,7 +277,7 @@ class WeightExchange:
             buckets = range(sum(1 for _ in state.buckets(fragment)))
             transfers: list[_Transfer] = []
             for ranks, patches in groups.items():
-                transfers += _transfers(ranks, patches, held, fragment)
+                transfers += _transfers(ranks, patches, rectangles, fragment)
             batches.append([_Batch(buckets, transfers)])
         return cls(state, batches)
 
@@ -310,8 +310,10 @@ class WeightExchange:
         for batch in self._batches[fragment]:
             batch_local: dict[int, torch.Tensor] = {}
             for index in batch.buckets:
-                given = local[index]
-                batch_local[index] = buckets[index].copy_masters() if given is None else given
+                sent_weights = local[index]
+                batch_local[index] = (
+                    buckets[index].copy_masters() if sent_weights is None else sent_weights
+                )
             # No transfer covers the padding of a bucket, so it keeps the local values.
             batch_means = {index: tensor.clone() for index, tensor in batch_local.items()}
             for transfer in batch.transfers:
@@ -356,11 +358,11 @@ def _held_rectangles(state: OuterState) -> Iterator[_HeldRectangle]:
 
 
 def _transfers(
-    ranks: Ranks, patches: Sequence[Patch], held: Sequence[_HeldRectangle], fragment: int
+    ranks: Ranks, patches: Sequence[Patch], rectangles: Sequence[_HeldRectangle], fragment: int
 ) -> Iterator[_Transfer]:
     """Yield the transfers of a group's `patches` in a fragment, each of at most `ELEMENTS_AT_ONCE`
     elements."""
-    pairs = [(held[patch.index], patch.box) for patch in patches]
+    pairs = [(rectangles[patch.index], patch.box) for patch in patches]
     pairs = [(rectangle, box) for rectangle, box in pairs if rectangle.fragment == fragment]
     codecs = dict.fromkeys(rectangle.codec for rectangle, _ in pairs)
     # Codecs that keep errors first, so that all ranks have an equal order.

@@ -73,7 +73,7 @@ class OuterStep:
         self._engine = engine
         self._ranks = SiteRanks(world)
         self._is_main = world.is_main
-        self._in_flight: Attempt | None = None
+        self._pending: Attempt | None = None
         self.record, self._received_step = StepRecord(), 0
         self._sent_steps = [0] * sites.fragments  # by fragment, the optimizer step of the last send
         self._was_alone = self._others_train = False
@@ -99,10 +99,10 @@ class OuterStep:
         self.state: OuterState = self._exchange.state
 
     @property
-    def in_flight(self) -> tuple[int, int] | None:
+    def pending_fragment(self) -> tuple[int, int] | None:
         """The fragment that was sent and has not taken effect, and the optimizer step after which
         it was sent; None if there is none."""
-        sent = self._in_flight
+        sent = self._pending
         return None if sent is None or sent.fragment is None else (sent.fragment, sent.step)
 
     def begin(
@@ -111,13 +111,13 @@ class OuterStep:
         step: int,
         *,
         is_new: bool,
-        in_flight: tuple[int, int] | None = None,
+        pending_fragment: tuple[int, int] | None = None,
         tokens_seen: int = 0,
     ) -> None:
         """Begin after `number` outer steps and `step` steps, with the engine filled. The weights of
-        a new run become the global weights; a resumed run has the global weights of its checkpoint,
-        and the fragment that was `in_flight`. If other sites are ahead, this site takes their
-        global weights.
+        a new run become the global weights; a resumed run has the global weights and the
+        `pending_fragment` of its checkpoint. If other sites are ahead, this site takes their global
+        weights.
 
         Raises LaunchError on every rank if the server is unreachable or serves a different run, or
         if sites of a new run do not join or have different weights.
@@ -131,22 +131,22 @@ class OuterStep:
         for sent_step in send_steps[-self.sites.fragments :]:
             for fragment in self.sites.sent_after(sent_step, step + 1):
                 self._sent_steps[fragment] = sent_step
-        if in_flight is not None:
+        if pending_fragment is not None:
             # The checkpoint was saved after `settle`, so the global weights are updated already:
             # only the merge of an attempt that counts (it has a record) is left.
-            fragment, sent_step = in_flight
-            self._in_flight = Attempt(fragment, sent_step, record=StepRecord())
+            fragment, sent_step = pending_fragment
+            self._pending = Attempt(fragment, sent_step, record=StepRecord())
         self._exchange.begin({**self._join_fields, "number": number, "is_new": is_new})
         attempt = self._complete(None, step)
         if attempt.detach_reason:
             raise LaunchError(attempt.detach_reason)
         if self._merge(attempt, 0.0):  # with the weights of sites that are ahead
-            self._in_flight = None
+            self._pending = None
             self._engine.refresh_parameters()
 
     def is_due(self, step: int) -> bool:
         """Return whether `after_step` merges or sends a fragment after `step`."""
-        sent = self._in_flight
+        sent = self._pending
         merges = sent is not None and step == self.sites.merged_after(sent.step)
         return merges or bool(self.sites.sent_after(step, self._last_step))
 
@@ -163,12 +163,12 @@ class OuterStep:
         has_moved = stops_sending = False
 
         # A fragment that was sent earlier takes effect.
-        sent = self._in_flight
+        sent = self._pending
         if sent is not None and (is_last or step == self.sites.merged_after(sent.step)):
             metrics += self.settle()
-            if self._in_flight is not None:  # else `settle` has merged it
+            if self._pending is not None:  # else `settle` has merged it
                 has_moved = self._merge(sent, mixing)
-            stops_sending, self._in_flight = sent.has_received, None
+            stops_sending, self._pending = sent.has_received, None
 
         # Send the fragments that are due: with an overlap in a thread, except after the last step.
         # Once weights of other sites were taken there is no change relative to them to send.
@@ -201,7 +201,7 @@ class OuterStep:
     def settle(self) -> list[OuterStepMetrics]:
         """Wait for the exchange in the thread, and update the global weights by its result. Called
         before a save: a checkpoint has no exchange in progress. Raises as `after_step`."""
-        sent, self.continue_at = self._in_flight, None
+        sent, self.continue_at = self._pending, None
         if sent is None or sent.future is None:
             return []
         started_at = time.perf_counter()
@@ -211,7 +211,7 @@ class OuterStep:
         self._apply(sent)
         if sent.has_received:
             self._merge(sent, 0.0)
-            self._in_flight = None
+            self._pending = None
             self._engine.refresh_parameters()
         return self._metrics(sent)
 
@@ -263,7 +263,7 @@ class OuterStep:
                 future.set_exception(error)
 
         # A daemon thread: the exit would wait for one of an executor, which a lost site may delay.
-        self._in_flight = attempt
+        self._pending = attempt
         threading.Thread(target=make, name="outer step", daemon=True).start()
 
     # Results

@@ -15,7 +15,7 @@ Layout = Sequence[Sequence[ParameterBox]]
 """The rectangles that each rank of a site exchanges, which do not overlap."""
 
 
-class _Held(NamedTuple):
+class _RankBox(NamedTuple):
     """Rectangle `number` in the layout of a site's `rank`."""
 
     rank: int
@@ -24,10 +24,10 @@ class _Held(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """A box inside rectangles of several sites, `held` of each site."""
+    """A box inside the rectangles `rank_boxes`, one of each site."""
 
     box: ParameterBox
-    held: tuple[_Held, ...]
+    rank_boxes: tuple[_RankBox, ...]
 
 
 class _Cell(NamedTuple):
@@ -55,40 +55,40 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     an equal order.
     """
     # By site and name of a parameter, the rectangles of every rank.
-    held_by_name: list[dict[str, list[_Held]]] = [defaultdict(list) for _ in layouts]
-    for site_held, layout in zip(held_by_name, layouts, strict=True):
+    boxes_by_name: list[dict[str, list[_RankBox]]] = [defaultdict(list) for _ in layouts]
+    for site_boxes, layout in zip(boxes_by_name, layouts, strict=True):
         for holder, boxes in enumerate(layout):
             for number, box in enumerate(boxes):
-                site_held[box.name].append(_Held(holder, number, box))
+                site_boxes[box.name].append(_RankBox(holder, number, box))
     # By group of ranks, patches with their sort keys.
     patches: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
     for index, rectangle in enumerate(layouts[site][rank]):
         # Rectangles of every site that overlap with this rectangle.
         near = [
             [
-                held
-                for held in site_held[rectangle.name]
-                if rectangle.intersect(held.box) is not None
+                rank_box
+                for rank_box in site_boxes[rectangle.name]
+                if rectangle.intersect(rank_box.box) is not None
             ]
-            for site_held in held_by_name
+            for site_boxes in boxes_by_name
         ]
 
         # Boxes that a rank of every site has, where only this rank counts for its site.
         common = [_Common(rectangle, ())]
         for position, site_near in enumerate(near):
-            candidates = [_Held(rank, index, rectangle)] if position == site else site_near
+            candidates = [_RankBox(rank, index, rectangle)] if position == site else site_near
             intersections = []
-            for box, held_before in common:
-                for held in candidates:
-                    intersection = box.intersect(held.box)
+            for box, earlier_boxes in common:
+                for rank_box in candidates:
+                    intersection = box.intersect(rank_box.box)
                     if intersection is not None:
-                        intersections.append(_Common(intersection, (*held_before, held)))
+                        intersections.append(_Common(intersection, (*earlier_boxes, rank_box)))
             common = intersections
 
         # Holders of a cell exchange it in turns, a rank of every site in each turn.
-        for box, held_by_site in common:
-            ranks = tuple(held.rank for held in held_by_site)
-            key = rectangle.name, tuple(held.number for held in held_by_site)
+        for box, rank_boxes in common:
+            ranks = tuple(rank_box.rank for rank_box in rank_boxes)
+            key = rectangle.name, tuple(rank_box.number for rank_box in rank_boxes)
             for cell in _split_into_cells(box, near):
                 turns = range(max(map(len, cell.holders)))
                 turn_ranks = (tuple(h[turn % len(h)] for h in cell.holders) for turn in turns)
@@ -101,20 +101,22 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     }
 
 
-def _split_into_cells(box: ParameterBox, near: Sequence[Sequence[_Held]]) -> Sequence[_Cell]:
+def _split_into_cells(box: ParameterBox, near: Sequence[Sequence[_RankBox]]) -> Sequence[_Cell]:
     """Split `box` at the boundaries of the rectangles `near`, by site."""
     cells = [_Cell(box, [() for _ in near])]
     for site, site_near in enumerate(near):
-        for held in site_near:
+        for rank_box in site_near:
             split: list[_Cell] = []
             for cell in cells:
-                inside = cell.box.intersect(held.box)
-                if inside is None:
+                inner_box = cell.box.intersect(rank_box.box)
+                if inner_box is None:
                     split.append(cell)
                     continue
                 holders = [*cell.holders]
-                holders[site] = (*holders[site], held.rank)
-                split.append(_Cell(inside, holders))
-                split += [_Cell(outside, cell.holders) for outside in cell.box.difference(inside)]
+                holders[site] = (*holders[site], rank_box.rank)
+                split.append(_Cell(inner_box, holders))
+                split += [
+                    _Cell(outer_box, cell.holders) for outer_box in cell.box.difference(inner_box)
+                ]
             cells = split
     return cells
