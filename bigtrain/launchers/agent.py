@@ -48,12 +48,11 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         # Watchers of this launch may have to send a last message: wait, for a limited time.
         ends_at = time.monotonic() + _WATCHER_SECONDS
-        while time.monotonic() < ends_at and _has_watcher():
+        while time.monotonic() < ends_at:
+            commands = [_read(pid, "cmdline") for pid in _children(os.getpid())]
+            if not any(WATCHER.encode() in command for command in commands):
+                break
             time.sleep(0.05)
-
-
-def _has_watcher() -> bool:
-    return any(WATCHER.encode() in _read(pid, "cmdline") for pid in _children())
 
 
 def _launch(arguments: Sequence[str]) -> int:
@@ -140,7 +139,7 @@ def _forward(number: int, frame: FrameType | None) -> None:
     """Send the signal to the ranks: they save and exit, then torchrun exits. Before ranks have
     started, exit at once: there is nothing to save."""
     # Ranks are children of the agent, or of the agent's fork server.
-    children = _children()
+    children = _children(os.getpid())
     ranks = [pid for pid in children if b"\0RANK=" in b"\0" + _read(pid, "environ")]
     for pid in children:
         if FORK_SERVER.encode() in _read(pid, "cmdline"):
@@ -152,9 +151,8 @@ def _forward(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
 
-def _children(parent: int | None = None) -> list[int]:
-    """Return the ids of the child processes of `parent` (default: this process)."""
-    parent = os.getpid() if parent is None else parent
+def _children(parent: int) -> list[int]:
+    """Return the ids of the child processes of `parent`."""
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(ValueError, IndexError):  # the process has ended

@@ -55,8 +55,7 @@ def _router_logits(outputs: Sequence[Any]) -> torch.Tensor:
 
 
 class RouterTerms:
-    """Router losses and selection biases of a plain model in training. biases: empty unless the run
-    updates them."""
+    """Router losses, and selection biases if the run updates them, of a plain model in training."""
 
     def __init__(self, model: Any, section: MoeSection, sequence_length: int) -> None:
         self._model, self._section = model, section
@@ -129,8 +128,7 @@ class RouterTerms:
         if not module.training:
             return
         expert_ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        # Ids beyond the experts count for an extra expert, which is dropped.
-        num_experts = int(module.num_experts)
+        num_experts = int(module.num_experts)  # larger ids count for an extra one, then dropped
         expert_ids = expert_ids.flatten().clamp(max=num_experts).long()
         counts = F.one_hot(expert_ids, num_experts + 1).sum(0)[:-1]
         self._counts[name] = self._counts.get(name, torch.zeros_like(counts)) + counts

@@ -22,8 +22,7 @@ class BucketState(NamedTuple):
 
 @dataclass
 class SquareSums:
-    """Sums of squares over this rank's elements: the site's change, and its distance to the
-    mean."""
+    """Sums of squares of the site's change, and of its distance to the mean, on this rank."""
 
     change: float = 0.0
     distance: float = 0.0

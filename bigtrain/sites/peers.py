@@ -65,11 +65,7 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     for index, rectangle in enumerate(layouts[site][rank]):
         # Rectangles of every site that overlap with this rectangle.
         near = [
-            [
-                rank_box
-                for rank_box in site_boxes[rectangle.name]
-                if rectangle.intersect(rank_box.box) is not None
-            ]
+            [other for other in site_boxes[rectangle.name] if rectangle.intersect(other.box)]
             for site_boxes in boxes_by_name
         ]
 
@@ -108,15 +104,13 @@ def _split_into_cells(box: ParameterBox, near: Sequence[Sequence[_RankBox]]) -> 
         for rank_box in site_near:
             split: list[_Cell] = []
             for cell in cells:
-                inner_box = cell.box.intersect(rank_box.box)
-                if inner_box is None:
+                inner = cell.box.intersect(rank_box.box)
+                if inner is None:
                     split.append(cell)
                     continue
                 holders = [*cell.holders]
                 holders[site] = (*holders[site], rank_box.rank)
-                split.append(_Cell(inner_box, holders))
-                split += [
-                    _Cell(outer_box, cell.holders) for outer_box in cell.box.difference(inner_box)
-                ]
+                split.append(_Cell(inner, holders))
+                split += [_Cell(outer, cell.holders) for outer in cell.box.difference(inner)]
             cells = split
     return cells

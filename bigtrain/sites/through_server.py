@@ -209,9 +209,8 @@ class ServerSteps:
     def _receive(
         self, attempt: Attempt, current: Header, deadline: float, *, is_update: bool
     ) -> Header:
-        """Receive the global weights of the server's state `current`, or of a newer one; return
-        that state. is_update: whether this rank has the weights before `current`, so that an
-        update suffices."""
+        """Receive the global weights of the state `current`, or of a newer state; return that
+        state. is_update: an update suffices, since this rank has the weights before `current`."""
         buckets = list(self.state.buckets(0))
         for tries_left in reversed(range(_TRIES)):
             number = int(current["number"])

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def facts(directory: str) -> dict[str, Any]:
     """Return versions, devices, memory, disk below `directory`, clock and network of this host."""
     folders = (Path(directory), *Path(directory).parents)
     existing_folder = next(path for path in folders if path.exists())
-    environment_files = sorted({Path.home() / NAME, Path.cwd() / NAME})
+    env_files = sorted({Path.home() / NAME, Path.cwd() / NAME})
     # GPUs that a process may use here; None without NVIDIA's driver.
     gpus, visible = Path("/proc/driver/nvidia/gpus"), os.environ.get("CUDA_VISIBLE_DEVICES")
     num_devices = None
@@ -67,9 +68,7 @@ def facts(directory: str) -> dict[str, Any]:
         },
         "own_address": own_address,
         "free_port": try_port(),
-        "environment_files": [
-            problem for path in environment_files for problem in inspect_environment_file(path)
-        ],
+        "environment_files": list(chain.from_iterable(map(inspect_environment_file, env_files))),
         "time": time.time(),  # last, so that it is closest to when the reply is received
     }
 

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT
@@ -46,21 +46,6 @@ class _OpenRound:
     first_vote: float | None = None
 
 
-class _Planned(NamedTuple):
-    """The plan for a site's entry, by the random id of that entry."""
-
-    entry: str
-    plan: RoundPlan
-
-
-class _Exclusion(NamedTuple):
-    """Exclusion of a site that cannot reach other sites: the last outer step without it, and how
-    often it was excluded."""
-
-    until_number: int = 0
-    times: int = 0
-
-
 class DirectExchange:
     """The entries, the open round and the key/value store of a run."""
 
@@ -68,7 +53,8 @@ class DirectExchange:
         self._members = members
         self._store = members.store
         self._waiting: dict[int, Waiting] = {}
-        self._plans: dict[int, _Planned] = {}  # by site
+        self._plans: dict[int, RoundPlan] = {}  # by site, for its entry in `_planned_entries`
+        self._planned_entries: dict[int, str] = {}
         self._open_round: _OpenRound | None = None
         self._aborted_plan: RoundPlan | None = None
         # Processes of the sites whose groups of ranks are open, and the id of these groups.
@@ -76,7 +62,9 @@ class DirectExchange:
         self._generation = ""
         self._values: dict[str, bytes] = {}  # of the generation
         self._num_unexplained = 0  # aborted rounds in a row without a lost or a blamed site
-        self._exclusions: dict[int, _Exclusion] = {}  # by site
+        # Sites that cannot reach other sites: the last outer step without them, and how often.
+        self._excluded_until: dict[int, int] = {}
+        self._num_exclusions: Counter[int] = Counter()
         self.handlers: dict[str, Callable[[Any, memoryview], Reply]] = {
             "layout": self._layout,
             "layout_of": self._layout_of,
@@ -122,9 +110,9 @@ class DirectExchange:
 
         def plan() -> Header | None:
             self._refuse_blamed(self._members.member(site))
-            planned, waiting = self._plans.get(site), self._waiting.get(site)
-            if planned is not None and planned.entry == entry.entry:
-                return {"is_ready": True, "plan": planned.plan.model_dump(mode="json")}
+            if self._planned_entries.get(site) == entry.entry:
+                return {"is_ready": True, "plan": self._plans[site].model_dump(mode="json")}
+            waiting = self._waiting.get(site)
             is_waiting = waiting is not None and waiting.entry.entry == entry.entry
             # Else a new process of the site has withdrawn the entry: end the poll.
             return None if is_waiting else self._missing()
@@ -137,10 +125,9 @@ class DirectExchange:
         """Count a site as waiting, in place of its earlier entry. Raises RefusedError."""
         site, row = entry.site, self._members.member(entry.site)
         self._refuse_blamed(row)
-        waiting, planned = self._waiting.get(site), self._plans.get(site)
+        waiting = self._waiting.get(site)
         is_waiting = waiting is not None and waiting.entry.entry == entry.entry
-        is_planned = planned is not None and planned.entry == entry.entry
-        if is_waiting or is_planned:
+        if is_waiting or self._planned_entries.get(site) == entry.entry:
             return  # a repeated request
         if row.layout and self._store.layout(row.layout) is None:
             raise RefusedError(f"site {site} has not sent its layout")
@@ -249,7 +236,7 @@ class DirectExchange:
         events = round_events(plan, as_events(reported, plan.number), last_members)
         plan = plan.model_copy(update={"events": events})
         for site, entry in entries.items():
-            self._plans[site] = _Planned(entry.entry, plan)
+            self._plans[site], self._planned_entries[site] = plan, entry.entry
             del self._waiting[site]
         if plan.refusal:
             self._members.log(f"no outer step with {site_names(plan.members)}: {plan.refusal}")
@@ -295,7 +282,8 @@ class DirectExchange:
         )
         self._open_round, self._num_unexplained = None, 0
         for site in plan.members:
-            self._exclusions.pop(site, None)
+            self._excluded_until.pop(site, None)
+            self._num_exclusions.pop(site, None)
         if plan.fragment is None:
             self._members.log(f"{site_names(plan.members)} begin at outer step {plan.number}")
         else:
@@ -323,9 +311,9 @@ class DirectExchange:
             # All members are alive, and some cannot reach each other: exclude one member, for
             # twice as many outer steps each time.
             site, self._num_unexplained = max(failed), 0
-            times = self._exclusions.get(site, _Exclusion()).times + 1
-            until = plan.number - 1 + min(2**times, _MOST_SKIPPED_STEPS)
-            self._exclusions[site] = _Exclusion(until, times)
+            self._num_exclusions[site] += 1
+            num_steps = min(2 ** self._num_exclusions[site], _MOST_SKIPPED_STEPS)
+            self._excluded_until[site] = plan.number - 1 + num_steps
             self._members.note(LEFT_OUT, f"site {site}", "cannot reach the others")
 
     def _exclude(self, blamed: Iterable[int]) -> None:
@@ -351,12 +339,8 @@ class DirectExchange:
             for site, row in self._store.sites().items()
             if row.is_active and not row.refused and self._members.is_alive(site)
         }
-        reachable = {
-            site: row
-            for site, row in alive.items()
-            if self._exclusions.get(site, _Exclusion()).until_number <= number
-        }
-        return reachable or alive
+        excluded = {site for site, until in self._excluded_until.items() if until > number}
+        return {site: row for site, row in alive.items() if site not in excluded} or alive
 
     def _is_new(self) -> bool:
         """Return whether no outer step was made, and no waiting site is from a checkpoint."""
@@ -371,6 +355,7 @@ class DirectExchange:
     def _withdraw(self, site: int) -> None:
         """Withdraw a site's entry; if it has not voted in the open round, count a vote against."""
         self._waiting.pop(site, None)
+        self._planned_entries.pop(site, None)
         self._plans.pop(site, None)
         if self._open_round is not None:
             self._open_round.absent.discard(site)

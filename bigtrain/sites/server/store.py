@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class SiteRow:
 
 
 class EventKey(NamedTuple):
-    """The values that equal events have in common, see `OuterEvent`."""
+    """What equal events have in common, see `OuterEvent`."""
 
     event: str
     who: str
@@ -173,9 +174,8 @@ class ServerDirectory:
                 raise
 
     def _scalar(self, sql: str) -> Any:
-        """Return the first column of the first row; None without a row."""
-        rows = self._rows(sql)
-        return rows[0][0] if rows else None
+        """Return the value of a query for one; None without a row."""
+        return next((value for (value,) in self._rows(sql)), None)
 
     def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -204,7 +204,7 @@ class ServerDirectory:
 
     def sites(self) -> dict[int, SiteRow]:
         """Return all sites that have joined."""
-        rows = [SiteRow(*row) for row in self._rows("SELECT * FROM sites ORDER BY site")]
+        rows = starmap(SiteRow, self._rows("SELECT * FROM sites ORDER BY site"))
         return {row.site: row for row in rows}
 
     def write_site(self, row: SiteRow) -> None:
@@ -328,12 +328,9 @@ class ServerDirectory:
 
     def state(self) -> dict[str, torch.Tensor] | None:
         """Return the tensors after the last outer step; None if there are none yet."""
-        files = self._state_files()
-        if not files:
-            return None
-        path = files[0]
+        path = next(iter(self._state_files()), None)
         try:
-            return load_file(path)
+            return None if path is None else load_file(path)
         except Exception as error:  # whatever safetensors raises for a file that is damaged
             raise LaunchError(f"{path} cannot be read: {error} -> restore the directory") from error
 
