@@ -101,6 +101,7 @@ def select_environment(
                 f"{NAME} into its log and into command lines, which ps shows to all users on every "
                 f"host -> {instead_of_command_lines(name)}"
             )
+    # Secrets are never written. DeepSpeed forwards some variables itself: secrets are exposed then.
     variables: dict[str, str] = {}
     secrets, dropped, exposed = [], [], []
     for name, value in sorted(environment.items()):

@@ -90,7 +90,7 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
     ignored_shares = _MOST_IGNORED * torch.rand(num_rows, 1, generator=generator)
     labels[draws < ignored_shares] = IGNORED_LABEL
     # Fields that only some objectives or data have.
-    positions = desirable = classes = values = ids = weights = None
+    positions = desirable = classes = teacher_values = teacher_ids = weights = None
     if config.data.isolates:
         positions = document_positions(num_rows, length)
         labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
@@ -107,7 +107,7 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
         classes = torch.randint(num_labels, (num_rows,), generator=generator)
     if section.teacher is not None:
         logits = 2 * torch.randn(*labels.shape, VOCABULARY, generator=generator)
-        values, ids = logits.log_softmax(-1).topk(TEACHER_TOP_K)
+        teacher_values, teacher_ids = logits.log_softmax(-1).topk(TEACHER_TOP_K)
     if objective.is_next_token and step in WEIGHTED_STEPS:
         weights = 2 * torch.rand(labels.shape, generator=generator) * (labels != IGNORED_LABEL)
     return MicroBatch(
@@ -116,7 +116,7 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
         positions,
         desirable=desirable,
         classes=classes,
-        teacher_values=values,
-        teacher_ids=ids,
+        teacher_values=teacher_values,
+        teacher_ids=teacher_ids,
         weights=weights,
     )

@@ -50,7 +50,7 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
     # Every division of the ranks, with every engine that fits it.
     for parallel in _degrees(world_size, has_experts=has_experts):
         for engine in proxy.engines:
-            # Shipped JSONs are for stages or for no stages, but for zero0.
+            # A shipped JSON is for pipelines, or for runs without stages; zero0 is for both.
             is_for_stages = engine.config == "pipeline_zero1"
             is_for_both = engine.config == "zero0" or engine.config not in SHIPPED
             if not is_for_both and is_for_stages != (parallel.pipeline > 1):
@@ -62,7 +62,7 @@ def points(proxy: Proxy, world_size: int) -> list[Point]:
             # The point's name: the engine, and the degrees above 1.
             degrees = Degrees.of_world(world_size, parallel.degrees)
             sizes = {name.removesuffix("_size"): getattr(degrees, name) for name in MODEL_DEGREES}
-            if degrees.ring_size > 1:
+            if degrees.ring_size > 1:  # then `sequence` is the product of Ulysses and the ring
                 renamed = {"sequence": "ulysses"}
                 sizes = {renamed.get(name, name): size for name, size in sizes.items()}
                 sizes["ulysses"] = degrees.ulysses_size

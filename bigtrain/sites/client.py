@@ -124,15 +124,15 @@ class ServerClient:
             connection.request("POST", f"/{action}", body, headers)
             response = connection.getresponse()
             content = response.read(protocol.MOST_BYTES + 1)
-            signature = response.headers.get(protocol.SIGNATURE, "")
+            reply_signature = response.headers.get(protocol.SIGNATURE, "")
             status = response.status
         finally:
             connection.close()
-        if not signature:  # the reply of a proxy, or of a server that failed
+        if not reply_signature:  # the reply of a proxy, or of a server that failed
             raise http.client.HTTPException(f"status {status} that the server did not sign")
         header, payload = protocol.unpack(content)
         expected = protocol.sign(self._token, f"reply {status}", nonce, content)
-        if not protocol.is_equal(expected, signature):
+        if not protocol.is_equal(expected, reply_signature):
             forged = {"error": "the reply is not signed with sites.token_file"}
             return protocol.FORGED, forged, payload
         return status, header, payload

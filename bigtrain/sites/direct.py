@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.contribution import UnusableSiteError
 from bigtrain.sites.exchange import SiteGroup, Tensors, WeightExchange, rectangles_of
 from bigtrain.sites.membership import Membership, ServerStore
-from bigtrain.sites.outer_state import OuterState, replicated_parameters
+from bigtrain.sites.outer_state import OuterState, replicated_names
 from bigtrain.sites.protocol import Header, RoundPlan, digest_of
 from bigtrain.sites.site_ranks import SiteRanks
 
@@ -57,9 +58,7 @@ class DirectSteps:
         self._ranks = ranks
         self._membership = membership
         # Parameters replicated inside a site are sent in float32 by every site.
-        self._plain: list[str] = []
-        if CODECS[sites.codec].keeps_error:
-            self._plain = sorted(replicated_parameters(engine))
+        self._plain = sorted(replicated_names(engine)) if CODECS[sites.codec].keeps_error else []
         self.state = OuterState(engine, sites, self._plain)
         self._exchange: WeightExchange | None = None
         self._generation: str | None = None
@@ -103,11 +102,9 @@ class DirectSteps:
         # server's answer DetachedError is raised, and the outer step does not count here.
         membership, is_committed = self._membership, not failure.reason
         if membership is not None:
-            is_committed = self._ranks.on_main(
-                lambda: membership.commit(
-                    plan.attempt, is_done=not failure.reason, unusable=failure.unusable_site
-                )
-            )
+            is_done, unusable = is_committed, failure.unusable_site
+            vote = partial(membership.commit, plan.attempt, is_done=is_done, unusable=unusable)
+            is_committed = self._ranks.on_main(vote)
         if not is_committed:
             attempt.failure = failure.reason or "another site was lost"
             self._close()
@@ -257,6 +254,7 @@ class DirectSteps:
         donor = plan.members.index(plan.donor)
         takers = [plan.members.index(site) for site in plan.takers]
         received = []
+        # Takers receive into copies, since the outer step may not count.
         for fragment in range(self.state.num_fragments):
             buckets = list(self.state.buckets(fragment))
             weights = [bucket.weights.clone() if is_taker else bucket.weights for bucket in buckets]

@@ -150,8 +150,7 @@ def _decode_part(
 
 
 class _HeldRectangle(NamedTuple):
-    """A rectangle of this rank, of a parameter of `shape`: a `view` of the `flat` bucket with the
-    index `bucket` in its fragment."""
+    """A rectangle of a parameter of `shape`: a `view` of `flat`, the `bucket` of a fragment."""
 
     box: ParameterBox
     shape: tuple[int, ...]
@@ -164,8 +163,7 @@ class _HeldRectangle(NamedTuple):
 
 @dataclass(frozen=True)
 class _Region:
-    """A part of a bucket, as arguments with which `torch.as_strided` takes it from any tensor in
-    the order of that bucket."""
+    """Part of a bucket: arguments of `torch.as_strided` for a tensor in the bucket's order."""
 
     bucket: int
     size: tuple[int, ...]
@@ -236,14 +234,11 @@ class WeightExchange:
             region = _Region.from_view(index, flat, flat[state.own_slice(len(flat))])
             return _Batch([index], [_Transfer(ranks, bucket.codec, [region])])
 
-        fragments = map(state.buckets, range(state.num_fragments))
-        return cls(
-            state,
-            [
-                [batch(index, bucket) for index, bucket in enumerate(buckets)]
-                for buckets in fragments
-            ],
-        )
+        batches = []
+        for fragment in range(state.num_fragments):
+            buckets = enumerate(state.buckets(fragment))
+            batches.append([batch(index, bucket) for index, bucket in buckets])
+        return cls(state, batches)
 
     @classmethod
     def by_rectangles(
@@ -310,10 +305,8 @@ class WeightExchange:
         for batch in self._batches[fragment]:
             batch_local: dict[int, torch.Tensor] = {}
             for index in batch.buckets:
-                sent_weights = local[index]
-                batch_local[index] = (
-                    buckets[index].copy_masters() if sent_weights is None else sent_weights
-                )
+                masters = local[index]
+                batch_local[index] = buckets[index].copy_masters() if masters is None else masters
             # No transfer covers the padding of a bucket, so it keeps the local values.
             batch_means = {index: tensor.clone() for index, tensor in batch_local.items()}
             for transfer in batch.transfers:
@@ -360,8 +353,7 @@ def _held_rectangles(state: OuterState) -> Iterator[_HeldRectangle]:
 def _transfers(
     ranks: Ranks, patches: Sequence[Patch], rectangles: Sequence[_HeldRectangle], fragment: int
 ) -> Iterator[_Transfer]:
-    """Yield the transfers of a group's `patches` in a fragment, each of at most `ELEMENTS_AT_ONCE`
-    elements."""
+    """Yield transfers of at most `ELEMENTS_AT_ONCE` elements for a group's patches."""
     pairs = [(rectangles[patch.index], patch.box) for patch in patches]
     pairs = [(rectangle, box) for rectangle, box in pairs if rectangle.fragment == fragment]
     codecs = dict.fromkeys(rectangle.codec for rectangle, _ in pairs)

@@ -175,10 +175,10 @@ class OuterState:
         `local_share` (`own_slice`). Collective."""
         if self._replicas is None:
             return local_share
-        size = dist.get_world_size(self._replicas)
-        padded = torch.zeros(-(-length // size), device=self._engine.device)
+        num_shares = dist.get_world_size(self._replicas)
+        padded = torch.zeros(-(-length // num_shares), device=self._engine.device)
         padded[: len(local_share)] = local_share.to(padded.device)
-        shares = [torch.empty_like(padded) for _ in range(size)]
+        shares = [torch.empty_like(padded) for _ in range(num_shares)]
         dist.all_gather(shares, padded, group=self._replicas)
         return torch.cat(shares)[:length].cpu()
 
@@ -248,7 +248,7 @@ class OuterState:
         return sorted(parts, key=lambda p: (self._fragment(p), p.name in self.plain))
 
 
-def replicated_parameters(engine: TrainEngine) -> set[str]:
+def replicated_names(engine: TrainEngine) -> set[str]:
     """Return the parameters that are replicated inside a site (norms of tensor-parallel ranks, tied
     embeddings of stages).
 

@@ -108,7 +108,7 @@ def _split_into_cells(box: ParameterBox, near: Sequence[Sequence[_RankBox]]) -> 
                 if inner is None:
                     split.append(cell)
                     continue
-                holders = [*cell.holders]
+                holders = [*cell.holders]  # the part inside has one holder more
                 holders[site] = (*holders[site], rank_box.rank)
                 split.append(_Cell(inner, holders))
                 split += [_Cell(outer, cell.holders) for outer in cell.box.difference(inner)]

@@ -104,9 +104,9 @@ def process_start() -> float:
     where the system does not report it. A forked process starts when it is forked."""
     try:
         stat = Path("/proc/self/stat").read_text()
-        ticks = int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), since boot
-        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
-        return time.time() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
+        start_ticks = int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), since boot
+        start_seconds = start_ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_seconds)
     except (OSError, ValueError, IndexError, AttributeError):
         return time.time()
 

@@ -87,7 +87,7 @@ def announce(directory: str, token: str) -> dict[str, Any]:
 
 
 def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
-    """Return the hosts whose files are visible in `directory`; delete these and the folders
+    """Return the hosts whose files are visible in `directory`; delete the files, and the folders
     `made`."""
     file_name = f".doctor-{token}"
     paths = list(Path(directory).glob(f"{file_name}*"))

@@ -222,14 +222,16 @@ class DirectExchange:
         if self._incarnations != incarnations:
             self._incarnations, self._generation = incarnations, secrets.token_hex(8)
             self._values = {}
-        # The plan, with the events since the last outer step.
+        # The plan, with the events since the last outer step. What any site sends in float32, all
+        # sites do.
+        plain = set().union(*(json.loads(row.plain) for row in rows.values()))
         plan = plan_round(
             entries,
             last,
             is_new=is_new,
             generation=self._generation,
             layouts={site: rows[site].layout for site in sorted(entries)},
-            plain=sorted(set().union(*(json.loads(row.plain) for row in rows.values()))),
+            plain=sorted(plain),
         )
         reported = self._members.pending()
         last_members = set(plan.members if last is None else last["members"])
@@ -266,7 +268,7 @@ class DirectExchange:
         rows = self._store.sites()
         timeout = max(rows[site].timeout_seconds for site in plan.members)
         has_timed_out = current.first_vote is not None and now - current.first_vote >= timeout
-        if has_timed_out or silent == lost_sites:
+        if has_timed_out or silent == lost_sites:  # all members that are alive have voted
             self._abort(current, silent)
 
     def _commit(self, current: _OpenRound) -> None:
@@ -340,7 +342,8 @@ class DirectExchange:
             if row.is_active and not row.refused and self._members.is_alive(site)
         }
         excluded = {site for site, until in self._excluded_until.items() if until > number}
-        return {site: row for site, row in alive.items() if site not in excluded} or alive
+        included = {site: row for site, row in alive.items() if site not in excluded}
+        return included or alive
 
     def _is_new(self) -> bool:
         """Return whether no outer step was made, and no waiting site is from a checkpoint."""

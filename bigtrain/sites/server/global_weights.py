@@ -173,14 +173,14 @@ class GlobalWeights:
             distances[str(site)] = math.sqrt(total / self._count)
 
         # The state after the step, in copies: the step does not count yet.
-        after = {name: state.clone() for name, state in self.tensors.items()}
+        new_states = {name: state.clone() for name, state in self.tensors.items()}
         updates = {}
         for name, element_range in self._ranges.items():
-            states = {state_name: state[element_range] for state_name, state in after.items()}
+            states = {state_name: state[element_range] for state_name, state in new_states.items()}
             updates[name] = self._step_parameter(
                 states, mean[element_range], self.shapes[name], share
             )
-        for state_name, state in after.items():
+        for state_name, state in new_states.items():
             if not is_finite(state):
                 raise UnusableError(f"{state_name} that would not be finite")
         record = {
@@ -192,7 +192,7 @@ class GlobalWeights:
             "share": share,
             "time": time.time(),
         }
-        return NextStep(after, updates, record)
+        return NextStep(new_states, updates, record)
 
     def commit(self, after: NextStep) -> None:
         """Take the state after an outer step, which is on disk."""
@@ -209,18 +209,18 @@ class GlobalWeights:
         return the update that sites receive. mean: of the sites' weights, or of differences
         if `is_relative`."""
         weights, error = states["weights"], states.get("error")
-        before = weights.clone()
+        old_weights = weights.clone()
         target = (weights.double() + share * mean if self.is_relative else mean).float()
         outer_update(weights, states.get("momentum"), target, self.sites)
         if not self._codec.is_relative:  # sites receive weights, even if they sent differences
             return Update(self._codec, weights.view(shape).clone())
         # The encoded update, which sites receive, becomes the weights; its error is kept for later.
-        change = weights - before
+        change = weights - old_weights
         if error is not None:
             change += error
         update = Update(self._codec, change.view(shape))
         sent_update = update.values.reshape(-1)
-        torch.add(before, sent_update, out=weights)
+        torch.add(old_weights, sent_update, out=weights)
         if error is not None:
             error.copy_(change - sent_update)
         return update

@@ -174,7 +174,7 @@ class ServerDirectory:
                 raise
 
     def _scalar(self, sql: str) -> Any:
-        """Return the value of a query for one; None without a row."""
+        """Return the only value of a query; None without a row."""
         return next((value for (value,) in self._rows(sql)), None)
 
     def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:

@@ -39,7 +39,7 @@ def list_tree(address: str, selects: NameFilter = lambda name: True) -> dict[str
     if there are none."""
     store = store_of(address)
     entries = with_retries(address, "cannot be listed", lambda: store.find(address))
-    begin = len(address.rstrip("/")) + 1
+    begin = len(address.rstrip("/")) + 1  # of a path relative to `address`
     files = {
         name[begin:]: stat
         for name, stat in entries
