@@ -35,7 +35,7 @@ from bigtrain.parity.routers import (
     AUXILIARY,
     BIAS_RATE,
     Z_LOSS,
-    can_be_put_together,
+    can_join_forward_passes,
 )
 from bigtrain.parity.visibility import with_crossed_clipping
 from bigtrain.settings.batch_plan import BatchPlan
@@ -268,7 +268,7 @@ def _proxy_model(
         raise ModelError(f"no proxy model can be built: {error}") from error
     # An auxiliary loss must be large enough to detect, and comparable.
     if has_auxiliary_loss(model.config):
-        if config.data.isolates and not can_be_put_together(model):
+        if config.data.isolates and not can_join_forward_passes(model):
             model.config.output_router_logits = False
             notes.append("the auxiliary loss is off here: it differs for separate documents")
         elif model.config.router_aux_loss_coef < AUXILIARY:

@@ -38,7 +38,7 @@ class StepDivision:
         return list(torch.arange(samples).split(size))
 
 
-def can_be_put_together(model: Any) -> bool:
+def can_join_forward_passes(model: Any) -> bool:
     """Return whether the auxiliary loss can be computed from the logits of several forward
     passes."""
     return hasattr(sys.modules[type(model).__module__], _FORMULA) and hasattr(

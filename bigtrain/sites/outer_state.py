@@ -60,7 +60,7 @@ class Bucket:
         return torch.cat([piece.master.detach().cpu() for piece in self.pieces])
 
     def merge(self, mixing: float) -> None:
-        """Move the masters to the global weights, but for a share `mixing` of the way."""
+        """Move the masters to the global weights, except for the share `mixing` of the masters."""
         begin = 0
         for master in (piece.master for piece in self.pieces):
             weights = self.weights[begin : begin + master.numel()].to(master.device)

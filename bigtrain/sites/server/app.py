@@ -71,10 +71,10 @@ class _SignedHeaders:
             request.headers.get(name, "")[:_LONGEST_HEADER]
             for name in (protocol.INSTANCE, protocol.NONCE, protocol.DIGEST, protocol.SIGNATURE)
         )
-        length = request.headers.get("content-length", "")
-        number = int(length) if re.fullmatch(r"[0-9]{1,12}", length) else -1
+        length_text = request.headers.get("content-length", "")
+        length = int(length_text) if re.fullmatch(r"[0-9]{1,12}", length_text) else -1
         action = str(request.path_params["action"])[:_LONGEST_HEADER]
-        return cls(action, instance, nonce, number, digest, signature)
+        return cls(action, instance, nonce, length, digest, signature)
 
     @property
     def limits(self) -> type[protocol.Request]:
