@@ -178,7 +178,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What this package offers, from the module that has it."""
+    """Return a name of this package, imported from the module that defines it."""
     if name not in _HOME:
         raise AttributeError(f"module 'bigtrain' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
@@ -187,5 +187,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The names, before any of them is loaded."""
+    """Return the names of this package, including names that are not loaded yet."""
     return sorted({*globals(), *__all__})

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit code: 0, or 2 for an error the user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if word in COMMANDS), None)
-    # argparse takes the beginning of an option for the option: --he is --help.
+    # argparse accepts the beginning of an option: --he is --help.
     asks_help = any(
         word.startswith("-h") or (len(word) > 2 and "--help".startswith(word)) for word in arguments
     )
@@ -54,18 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bigtrain {namespace.command}: {error}", *notes, sep="\n", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # A broken pipe is no error if it is the standard output, and not some socket.
-        watched = select.poll()
-        watched.register(sys.stdout, 0)
-        if not any(state & select.POLLERR for _, state in watched.poll(0)):
+        # A broken pipe is no error if it is the standard output: its reader (`| head`) has ended.
+        # A broken socket is an error.
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not any(state & select.POLLERR for _, state in poll.poll(0)):
             raise
-        return _EXIT_SIGPIPE  # whoever reads (`| head`) has seen enough
+        return _EXIT_SIGPIPE
 
 
 def program() -> NoReturn:
     """Entry point: run `main` on ``sys.argv`` and end the process with its exit code."""
     # Commands make millions of objects with hardly a reference cycle, and import large libraries;
-    # with Python's own threshold the collector would traverse them again and again.
+    # with Python's own threshold the collector would traverse all objects very often.
     gc.set_threshold(GC_THRESHOLD, 10, 10)
     for name, level in _IMPORT_NOISE.items():
         logging.getLogger(name).setLevel(level)

@@ -55,10 +55,11 @@ def without_secrets(text: str) -> str:
     means the same file.
     """
     text = _USER.sub("", text)
-    return _PARAMETERS.sub(_kept, text)
+    return _PARAMETERS.sub(_public_parameters, text)
 
 
-def _kept(parameters: re.Match[str]) -> str:
+def _public_parameters(parameters: re.Match[str]) -> str:
+    """Return a URL's parameters, with the question mark, without secrets; empty if none remains."""
     pairs = [pair for pair in parameters[1].split("&") if pair and not _SECRET.fullmatch(pair)]
     return "?" + "&".join(pairs) if pairs else ""
 
@@ -116,7 +117,7 @@ class DataError(BigtrainError):
 
 
 class TooFewAnswersError(DataError):
-    """Rated answers of which none is to another prompt."""
+    """Fewer than two rated answers: none has an answer of another prompt to compare with."""
 
 
 class ModelError(BigtrainError):
@@ -168,7 +169,7 @@ class StaleLaunchError(LostRunTokenError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of another library, or the name of its class."""
+    """Return the first line of an error of another library, or the name of its class."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 

@@ -54,7 +54,7 @@ _EXIT_CODES = (
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # Without the usage, so that the error is one line; with what to type.
+        # One line, without argparse's usage, and with a fix to type.
         text = with_setting_names(message)
         if "required: --config" in text:
             text += " -> --config RUN.yaml, or the name of a recipe"
@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of train.py."""
+    """Return the parser of train.py's arguments."""
     parser = _Parser(prog="train.py", description="Train a causal LM.", epilog=_EXIT_CODES)
     parser.add_argument("--config", required=True, help="run YAML, or the name of a recipe")
     parser.add_argument(
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
     except BigtrainError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return error.exit_code
-    notes = HostErrorLog(os.environ)
+    host_errors = HostErrorLog(os.environ)
     with StopSignals() if signals is None else nullcontext(signals) as stop_signals:
         try:
             run = resolve_run_files(
@@ -113,22 +113,22 @@ def main(argv: Sequence[str] | None = None, signals: StopSignals | None = None) 
             # The launcher may send SIGTERM because this rank fails: print the error anyway.
             stop_signals.listen()
             # Usually every rank fails with the same error: one per host prints it.
-            if world.size == 1 or notes.is_first(str(error)):
+            if world.size == 1 or host_errors.is_first(str(error)):
                 rank_note = "" if world.is_main else f" (rank {world.rank} of {world.size})"
                 print(f"train.py: {error}{rank_note}", file=sys.stderr, flush=True)
             return error.exit_code
 
 
 def _exit_before_start(directory: Path, world: World, received: Signals) -> None:
-    """Leave the requeue marker of a run that a signal ends before it has written anything.
+    """Write the requeue marker of a run that a signal ends before it has written anything.
 
-    Not where a rank of this launch has failed: then the signal is the launcher's, which ends the
-    other ranks.
+    No marker is written if a rank of this launch has failed: then the launcher has sent the signal,
+    to end the other ranks.
     """
     if HostErrorLog(os.environ).is_any():
         return
-    # Failures on another host are not seen here, and a run that was refused there must not leave
-    # any files.
+    # A failure on another host is unknown here, and a run that was refused there must not leave
+    # any files: write none in a directory that does not exist.
     may_be_refused = (
         received == SIGTERM and not directory.exists() and has_other_hosts(world, os.environ)
     )

@@ -48,14 +48,15 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         # Watchers of this launch may have to send a last message: wait, for a limited time.
         ends_at = time.monotonic() + _WATCHER_SECONDS
-        while time.monotonic() < ends_at and any(
-            parent == os.getpid() and WATCHER.encode() in _read(pid, "cmdline")
-            for pid, parent in _parents().items()
-        ):
+        while time.monotonic() < ends_at:
+            commands = [_read(pid, "cmdline") for pid in _children(os.getpid())]
+            if not any(WATCHER.encode() in command for command in commands):
+                break
             time.sleep(0.05)
 
 
 def _launch(arguments: Sequence[str]) -> int:
+    """Run torchrun; print a line on how it ended, and return the exit code."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,11 +73,12 @@ def _launch(arguments: Sequence[str]) -> int:
     from bigtrain.launchers import agent_patches, elastic_patches
 
     agent_patches.install()
-    # Its tracebacks of a rank's end are the line below, in thirty lines.
+    # Not the thirty lines of torch's traceback when a rank fails: a line below reports it.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if options.max_restarts == 0:  # otherwise torchrun would restart ranks that saved and exited
         options.signals_to_handle = "SIGINT"
         signal.signal(signal.SIGTERM, _forward)
+    # Run, and report how the launch ended in one line.
     try:
         if module is None:
             run.run(options)
@@ -85,9 +87,9 @@ def _launch(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = int(failure.exitcode)
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        cause = f"exit code {code}" if code >= 0 else f"signal {-code}"
         verb = "stopped" if code == EXIT_STOPPED else "failed"
-        _say(f"rank {rank} {verb} first, with {how}; its output is above")
+        _say(f"rank {rank} {verb} first, with {cause}; its output is above")
         return code if code >= 0 else 128 - code
     except SignalException as error:
         _say(f"ended by {error.sigval.name}, which was sent to its ranks too: see their output")
@@ -121,7 +123,7 @@ def _run_forked(module: str, options: argparse.Namespace) -> None:
     """Run as torchrun does, but fork ranks from a process that has imported `module`."""
     from torch.distributed import run
 
-    # Else ranks that start at once read addresses of earlier ranks in the store of the rendezvous.
+    # Else forked ranks, which start fast, read the addresses of earlier ranks in a shared store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     start_fork_server(module)
     if options.standalone:  # as torchrun itself replaces it
@@ -134,14 +136,14 @@ def _run_forked(module: str, options: argparse.Namespace) -> None:
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
-    """Send the signal to the ranks: they save and exit, then torchrun exits. Before there are
-    any, exit at once: there is nothing to save."""
-    # Ranks are children of the agent, or of its fork server.
-    parents = _parents()
-    children = [pid for pid, parent in parents.items() if parent == os.getpid()]
+    """Send the signal to the ranks: they save and exit, then torchrun exits. Before ranks have
+    started, exit at once: there is nothing to save."""
+    # Ranks are children of the agent, or of the agent's fork server.
+    children = _children(os.getpid())
     ranks = [pid for pid in children if b"\0RANK=" in b"\0" + _read(pid, "environ")]
-    servers = [pid for pid in children if FORK_SERVER.encode() in _read(pid, "cmdline")]
-    ranks += [pid for pid, parent in parents.items() if parent in servers]
+    for pid in children:
+        if FORK_SERVER.encode() in _read(pid, "cmdline"):
+            ranks += _children(pid)
     for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -149,19 +151,22 @@ def _forward(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
 
-def _parents() -> dict[int, int]:
-    """Return the parents of all processes of this machine, by process id."""
-    parents: dict[int, int] = {}
+def _children(parent: int) -> list[int]:
+    """Return the ids of the child processes of `parent`."""
+    children = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(ValueError, IndexError):
+        with suppress(ValueError, IndexError):  # the process has ended
             pid = int(folder.name)
-            parents[pid] = int(_read(pid, "stat").decode().rpartition(")")[2].split()[1])
-    return parents
+            # After the name in parentheses: the state, then the parent.
+            fields = _read(pid, "stat").decode().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                children.append(pid)
+    return children
 
 
 def _read(pid: int, name: str) -> bytes:
-    """Return a file of a process; empty if it has ended. A process that has only to be reaped has
-    an empty ``cmdline``."""
+    """Return a file of a process; empty if the process has ended. A zombie has an empty
+    ``cmdline``."""
     with suppress(OSError):
         return Path("/proc", str(pid), name).read_bytes()
     return b""

@@ -1,10 +1,10 @@
 """Agent of torchrun (torch 2.11 to 2.13) that ends the ranks of its host within a second where they
 cannot save, with the rendezvous of `bigtrain.launchers.elastic_patches`.
 
-A failed rank is reported to all agents through the store before other ranks are ended. Torch waits
-up to 30 s for those first, in the call that looks whether a rank has failed
-(torch/multiprocessing/spawn.py, `ProcessContext.join`), and they often cannot end sooner: they wait
-for the failed one.
+A failed rank is reported to all agents through the store before other ranks are ended. Torch first
+waits up to 30 s for the other ranks to end, in the call that looks whether a rank has failed
+(torch/multiprocessing/spawn.py, `ProcessContext.join`); they often cannot end, since they wait for
+the failed rank.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from bigtrain.launchers.elastic_patches import (
 from bigtrain.launchers.rendezvous_server import COMPLETE
 
 _FAILED_GRACE_SECONDS = 1
-"""After a rank has failed, in which others report errors of their own: they cannot save."""
+"""Time after a failure in which other ranks may report their errors; they cannot save."""
 
 
 class Agent(LocalElasticAgent):
     """Agent of a host that ends ranks within a second where they cannot save."""
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run until the run ends. A spare that has never trained succeeds (torch returns None for
-        it, and fails)."""
+        """Run until the run ends. A spare that has never trained succeeds (torch returns None for a
+        spare, and fails)."""
         result: RunResult | None = super().run(role)
         if result is None:
             return RunResult(state=WorkerState.SUCCEEDED)
@@ -56,6 +56,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Return the state of the ranks; after a failure of a rank, report it and end the ranks."""
         failure = None if self._pcontext is None else _first_failure(self._pcontext)
         if failure is None:
             result: RunResult = super()._monitor_workers(worker_group)
@@ -65,16 +66,18 @@ class Agent(LocalElasticAgent):
             self._rendezvous_handler.report_failure(grace)
         rank = worker_group.workers[failure.local_rank].global_rank
         code = failure.exitcode
-        say(f"rank {rank} has ended with {f'exit code {code}' if code >= 0 else f'signal {-code}'}")
+        cause = f"exit code {code}" if code >= 0 else f"signal {-code}"
+        say(f"rank {rank} has ended with {cause}")
         self._end_ranks(grace)
         self._leave_if_faulty()
         if failure.exitcode == EXIT_STOPPED and self._rendezvous_handler.is_ending():
             self._remaining_restarts = 0
-            # Other agents end ranks that still save if they lose this host.
+            # Stay until all agents are done: an agent that loses this host ends ranks that save.
             self._exit_barrier()  # type: ignore[no-untyped-call]
         return RunResult(state=WorkerState.FAILED, failures={rank: failure})
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """End the ranks before a restart, with time to save if they can."""
         if worker_group.state == WorkerState.HEALTHY:  # otherwise they have ended already
             lost_hosts = self._rendezvous_handler.lost_hosts()
             if lost_hosts:
@@ -83,7 +86,7 @@ class Agent(LocalElasticAgent):
             self._leave_if_faulty()
 
     def _leave_if_faulty(self) -> None:
-        """Leave the run if a rank that has ended found this host faulty. Raises FaultyNodeError."""
+        """Leave the run, and raise FaultyNodeError, if a rank has found this host faulty."""
         processes = {} if self._pcontext is None else _processes(self._pcontext)
         if EXIT_FAULTY_HOST in map(_exit_code, processes.values()):
             self._rendezvous_handler.leave()
@@ -101,8 +104,8 @@ class Agent(LocalElasticAgent):
 
 
 def grace_after(exit_code: int) -> int:
-    """Return the seconds that other ranks get after one has ended with `exit_code` (negative: minus
-    the signal)."""
+    """Return the seconds that other ranks get to end after a rank has ended with `exit_code`
+    (negative: minus the signal)."""
     if exit_code == EXIT_STOPPED:  # all have saved, and end
         return GRACE_SECONDS
     return 0 if exit_code < 0 else _FAILED_GRACE_SECONDS
@@ -111,17 +114,18 @@ def grace_after(exit_code: int) -> int:
 def install() -> None:
     """Make torchrun of this process accept `BACKEND`, and use `Agent` with it."""
     rendezvous_handler_registry.register(BACKEND, Rendezvous)
-    torchs = launcher_api.LocalElasticAgent
+    torch_agent = launcher_api.LocalElasticAgent
 
-    def agent(*args: Any, **kwargs: Any) -> LocalElasticAgent:
-        is_own = isinstance(kwargs["spec"].rdzv_handler, Rendezvous)
-        return (Agent if is_own else torchs)(*args, **kwargs)
+    def make_agent(*args: Any, **kwargs: Any) -> LocalElasticAgent:
+        has_our_rendezvous = isinstance(kwargs["spec"].rdzv_handler, Rendezvous)
+        return (Agent if has_our_rendezvous else torch_agent)(*args, **kwargs)
 
-    launcher_api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
+    launcher_api.LocalElasticAgent = make_agent  # type: ignore[misc, assignment]
 
 
 def _first_failure(context: PContext) -> ProcessFailure | None:
-    """Return a rank of this host that has ended with an error, without waiting for others."""
+    """Return the failure of a rank of this host that has ended with an error; None without one.
+    Does not wait for other ranks."""
     for local_rank, process in _processes(context).items():
         code = _exit_code(process)
         if code not in (None, 0):
@@ -131,6 +135,7 @@ def _first_failure(context: PContext) -> ProcessFailure | None:
 
 
 def _exit_code(process: Any) -> int | None:
+    """Return the exit code of a process of `_processes`; None while it runs."""
     code: int | None = process.exitcode if hasattr(process, "exitcode") else process.poll()
     return code
 

@@ -28,14 +28,14 @@ FORWARDED = (
 FORWARDED_NAMES = (
     *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "XDG_CACHE_HOME"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-    *(name for proxy in ("http", "https", "all", "no") for name in (f"{proxy}_proxy",)),
-    *(f"{proxy}_PROXY" for proxy in ("HTTP", "HTTPS", "ALL", "NO")),
+    *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
 )
 # The launcher sets these itself: each rank's devices, and the name of the file it read.
-_OF_THE_LAUNCHER = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
+_LAUNCHER_NAMES = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
 # DeepSpeed forwards these by itself (runner.py:36), secrets or not.
-_OF_DEEPSPEED = ("MLFLOW", "PYTHON", "MV2", "UCX")
-# Without these ssh, and with it DeepSpeed's runner, would wait for a dead host forever.
+_DEEPSPEED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
+# Without these options ssh, and so DeepSpeed's runner, would wait for a dead host forever.
 KEEP_ALIVE = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3 -o ConnectTimeout=15"
 _SECRET_NAME = re.compile(
     r"(^|_)(TOKEN|KEY|AUTH|COOKIE|PASS|PWD)S?($|_)"
@@ -50,7 +50,7 @@ _HARMLESS = {
     "GOOGLE_APPLICATION_CREDENTIALS",  # a path
 }
 _HARMLESS_ENDS = ("_PATH", "_FILE", "_DIR")
-_WITHOUT_COMMAND_LINES = {
+_SAFE_WAYS = {
     "HF_TOKEN": "`hf auth login` with HF_HOME on a file system that all hosts share, or "
     "HF_TOKEN_PATH=FILE",
     "WANDB_API_KEY": "`wandb login`, which writes ~/.netrc",
@@ -75,12 +75,12 @@ class HostEnvironment:
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Return whether a variable is a secret: by its name, or because it is a URL with a
+    """Return whether a variable is a secret: by its name, or because its value is a URL with a
     password."""
     if _SECRET_VALUE.search(value):
         return True
-    harmless = name in _HARMLESS or name.upper().endswith(_HARMLESS_ENDS)
-    return not harmless and _SECRET_NAME.search(name) is not None
+    is_harmless = name in _HARMLESS or name.upper().endswith(_HARMLESS_ENDS)
+    return _SECRET_NAME.search(name) is not None and not is_harmless
 
 
 def select_environment(
@@ -101,19 +101,21 @@ def select_environment(
                 f"{NAME} into its log and into command lines, which ps shows to all users on every "
                 f"host -> {instead_of_command_lines(name)}"
             )
+    # Secrets are never written. DeepSpeed forwards some variables itself: secrets are exposed then.
     variables: dict[str, str] = {}
     secrets, dropped, exposed = [], [], []
     for name, value in sorted(environment.items()):
         secret = is_secret(name, value)
         is_forwarded = name in FORWARDED_NAMES or name.startswith(FORWARDED)
-        is_forwarded = is_forwarded and name not in _OF_THE_LAUNCHER
-        if secret and name.startswith(_OF_DEEPSPEED):
+        is_forwarded = is_forwarded and name not in _LAUNCHER_NAMES
+        is_forwarded_by_deepspeed = name.startswith(_DEEPSPEED_PREFIXES)
+        if secret and is_forwarded_by_deepspeed:
             exposed.append(name)
         elif name in extra or (is_forwarded and not secret):
             variables[name] = value
         elif secret:
             secrets.append(name)
-        elif not name.startswith(_OF_DEEPSPEED):
+        elif not is_forwarded_by_deepspeed:
             dropped.append(name)
     for name, value in variables.items():
         if not _NAME.fullmatch(name) or "\n" in value or "\r" in value:
@@ -127,7 +129,7 @@ def select_environment(
 
 def instead_of_command_lines(name: str) -> str:
     """Return a way to pass the secret `name` to hosts without a command line."""
-    return _WITHOUT_COMMAND_LINES.get(name, "a file of mode 600 that each host reads")
+    return _SAFE_WAYS.get(name, "a file of mode 600 that each host reads")
 
 
 def render_environment(variables: Mapping[str, str]) -> str:

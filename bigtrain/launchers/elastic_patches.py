@@ -61,8 +61,8 @@ BACKEND = "bigtrain"
 GRACE_SECONDS = 30
 """Time for ranks to save and end after SIGTERM, as in torch; then they are killed."""
 
-_ERRAND_SECONDS = 10.0
-"""Beyond the time in which a lost host is noticed, that a host without a place waits for one."""
+_WITHOUT_PLACE_SECONDS = 10.0
+"""How long a host without a place waits for one, after a lost host would have been noticed."""
 
 
 class TooManyHostsError(RendezvousError):
@@ -74,7 +74,7 @@ class FaultyNodeError(RendezvousError):
 
 
 class _State:
-    """What this rendezvous adds to torch's state, as attributes that are pickled with it."""
+    """Attributes that this rendezvous adds to torch's state, and that are pickled with it."""
 
     def __init__(self, state: _RendezvousState) -> None:
         self._attributes: dict[str, Any] = vars(state)
@@ -91,7 +91,8 @@ class _State:
 
     @property
     def failed(self) -> tuple[int, int] | None:
-        """Newest round in which a rank failed, and the seconds that other ranks get to end."""
+        """Newest round in which a rank failed, and the seconds that other ranks get to end; None
+        if no rank has failed."""
         failure: tuple[int, int] | None = self._attributes.get("failed")
         return failure
 
@@ -149,6 +150,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
     """Operations on the state. Ranks of hosts are kept from round to round."""
 
     def _mark_rendezvous_complete(self) -> None:
+        """Complete the round as torch does, but with `assign_ranks`."""
         super()._mark_rendezvous_complete()
         state = self._state
         ranks = assign_ranks(state.participants, _State(state).expected)
@@ -158,20 +160,21 @@ class _Executor(_DistributedRendezvousOpExecutor):
 
 class _Join(_RendezvousJoinOp):
     """Next action of a host that joins a round. spares: hosts that may idle beyond the maximum;
-    has_lost: whether this host has found a host silent, which all learn from the state."""
+    has_lost: whether this host has found a host silent, which it has to write into the state."""
 
     def __init__(self, spares: int, has_lost: Callable[[], bool]) -> None:
         self._spares, self._has_lost = spares, has_lost
         self._without_place_since: float | None = None
 
     def __call__(self, ctx: _RendezvousContext, deadline: float) -> _Action:
-        """Return the action. Heartbeats are no action, but KEEP_ALIVE writes the state."""
-        action = self._action(ctx, deadline)
+        """Return the action. Heartbeats need no action here, so KEEP_ALIVE, which writes the state,
+        is only used to write the loss of a host."""
+        action = self._next_action(ctx, deadline)
         if action in (_Action.KEEP_ALIVE, _Action.SYNC):
             return _Action.KEEP_ALIVE if self._has_lost() else _Action.SYNC
         return action
 
-    def _action(self, ctx: _RendezvousContext, deadline: float) -> _Action:
+    def _next_action(self, ctx: _RendezvousContext, deadline: float) -> _Action:
         state, node = ctx.state, ctx.node
         if state.closed:
             return super().__call__(ctx, deadline)
@@ -183,15 +186,12 @@ class _Join(_RendezvousJoinOp):
                 return self._idle(ctx)
         # The round is complete with every host of the last round that is alive, unless a host that
         # waits or idles could still join.
-        can_grow = len(joined) < ctx.settings.max_nodes
-        are_all_there = (
-            bool(expected)
-            and expected.keys() <= joined.keys()
-            and len(joined) >= ctx.settings.min_nodes
-            and not state.wait_list
-            and not (state.redundancy_list and can_grow)
-        )
-        if node in joined and not state.complete and are_all_there:
+        has_all_expected = bool(expected) and expected.keys() <= joined.keys()
+        is_large_enough = len(joined) >= ctx.settings.min_nodes
+        has_place = len(joined) < ctx.settings.max_nodes
+        may_join = bool(state.wait_list or (state.redundancy_list and has_place))
+        is_round_full = has_all_expected and is_large_enough and not may_join
+        if node in joined and not state.complete and is_round_full:
             return _Action.MARK_RENDEZVOUS_COMPLETE
         return super().__call__(ctx, deadline)
 
@@ -210,7 +210,7 @@ class _Join(_RendezvousJoinOp):
         settings = ctx.settings
         interval_seconds = settings.keep_alive_interval.total_seconds()
         lost_seconds = interval_seconds * settings.keep_alive_max_attempt
-        if now - self._without_place_since > lost_seconds + _ERRAND_SECONDS:
+        if now - self._without_place_since > lost_seconds + _WITHOUT_PLACE_SECONDS:
             raise TooManyHostsError(
                 f"the run has all of its {settings.max_nodes} nodes and {self._spares} spares"
             )
@@ -238,6 +238,7 @@ class Rendezvous(DynamicRendezvousHandler):
             keep_alive_max_attempt=params.get_as_int("keep_alive_max_attempt") or 4,
         )
         self._spares = params.get_as_int("spares") or 0
+        # Heartbeats of its own, and torch's handler with this module's state and operations.
         node = self._node_desc_generator.generate(params.local_addr)
         self._poll_seconds = look_seconds(params.max_nodes + self._spares)
         self._heartbeats = Heartbeats(
@@ -289,18 +290,18 @@ class Rendezvous(DynamicRendezvousHandler):
         """Return how many hosts wait to join, have failed, or are lost since the round began."""
         waiting = super().num_nodes_waiting()
         with self._heartbeat_lock:
-            while self._state_holder.lost:  # until it is written, by this host or another
+            while self._state_holder.lost:  # until this host or another has written the loss
                 self._state_holder.mark_dirty()
                 self._state_holder.sync()
-        return waiting + len(self._gone()) + int(self._failed_grace() is not None)
+        return waiting + len(self._departed()) + int(self._failure_grace() is not None)
 
     def grace_seconds(self) -> int:
-        """Return the seconds that ranks get to save and end: none where other ranks cannot end with
-        them, at the last `num_nodes_waiting`."""
+        """Return the seconds that ranks get to save and end, by the state at the last
+        `num_nodes_waiting`: none if ranks of a lost host cannot save with them."""
         if self.lost_hosts():
             return 0
-        failed = self._failed_grace()
-        return GRACE_SECONDS if failed is None else failed
+        failure_grace = self._failure_grace()
+        return GRACE_SECONDS if failure_grace is None else failure_grace
 
     def report_failure(self, grace_seconds: int) -> None:
         """Report to all agents that a rank of this round has failed."""
@@ -319,7 +320,7 @@ class Rendezvous(DynamicRendezvousHandler):
         self._store.set(RESULT, result)
 
     def leave(self) -> None:
-        """Leave the run, which continues: no host waits for this one, and its end ends no other."""
+        """Leave the run, which continues: no host waits for this host or ends with it."""
         super()._stop_heartbeats()
         self._participants = {}
 
@@ -342,7 +343,7 @@ class Rendezvous(DynamicRendezvousHandler):
                     return
 
     def shutdown(self) -> bool:
-        """Close the rendezvous for all, as torch's own; not where this host never had a place."""
+        """Close the rendezvous for all hosts, as torch does, unless this host never had a place."""
         super()._stop_heartbeats()
         return super().shutdown() if self._participants else True
 
@@ -350,33 +351,38 @@ class Rendezvous(DynamicRendezvousHandler):
         """Return the names of the round's hosts that are lost: they neither train nor wait."""
         state = self._state_holder.state
         waiting = _State(state).expected
-        return sorted(node.addr for node in self._gone() if node not in waiting)
+        return sorted(node.addr for node in self._departed() if node not in waiting)
 
-    def _gone(self) -> list[_NodeDesc]:
+    def _departed(self) -> list[_NodeDesc]:
         """Return the hosts that have left this agent's round."""
         state = self._state_holder.state
         if state.round != self._round:
             return list(self._participants)
         return [node for node in self._participants if node not in state.participants]
 
-    def _failed_grace(self) -> int | None:
+    def _failure_grace(self) -> int | None:
+        """Return the seconds that ranks get to end after a failure in this round; None without a
+        failure."""
         failed = _State(self._state_holder.state).failed
-        return failed[1] if failed is not None and failed[0] == self._round else None
+        if failed is None:
+            return None
+        failed_round, grace_seconds = failed
+        return grace_seconds if failed_round == self._round else None
 
 
 @contextmanager
 def _replaced_operations(
     poll_seconds: float, join: Callable[[], _RendezvousJoinOp]
 ) -> Iterator[None]:
-    """Inside, `next_rendezvous` joins by `join`, and looks at the state every `poll_seconds`
-    instead of every second."""
-    replaced = {"_delay": lambda seconds: time.sleep(poll_seconds), "_RendezvousJoinOp": join}
-    before = {name: getattr(dynamic_rendezvous, name) for name in replaced}
-    vars(dynamic_rendezvous).update(replaced)
+    """Make `next_rendezvous` join by `join`, and look at the state every `poll_seconds` instead of
+    every second, inside the context."""
+    replacements = {"_delay": lambda seconds: time.sleep(poll_seconds), "_RendezvousJoinOp": join}
+    originals = {name: getattr(dynamic_rendezvous, name) for name in replacements}
+    vars(dynamic_rendezvous).update(replacements)
     try:
         yield
     finally:
-        vars(dynamic_rendezvous).update(before)
+        vars(dynamic_rendezvous).update(originals)
 
 
 def say(text: str) -> None:

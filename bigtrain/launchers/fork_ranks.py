@@ -37,19 +37,20 @@ def start_fork_server(module: str) -> None:
     # Output like with `python -u`; and without NVML, torch initializes CUDA to count devices.
     os.environ.update(PYTHONUNBUFFERED="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
     multiprocessing.set_forkserver_preload([__name__, module])
+    # The first process that is forked ends once the fork server has imported the modules.
     first = multiprocessing.get_context("forkserver").Process(target=_nothing)
     first.start()
     first.join()
 
 
 def _nothing() -> None:
-    """Do nothing, in a process that exists only when the fork server can fork."""
+    """Do nothing: the target of a process whose end shows that the fork server can fork."""
 
 
 def run_rank(module: str, script: str, *arguments: str) -> int:
-    """Run ``main(arguments)`` of `module` in this forked process, or, if its ``can_be_forked()`` is
-    false, the Python file `script`, which does the same, in a new one. Return 0; end the process
-    with any other exit code."""
+    """Run ``main(arguments)`` of `module` in this forked process. If the module's
+    ``can_be_forked()`` is false, run the equivalent Python file `script` in a new process instead.
+    Return 0; end the process with any other exit code."""
     _die_with_parent()
     # Slurm's proctrack/linuxproc neither signals nor ends a process whose name has a space.
     _call_prctl(_SET_NAME, f"rank-{os.environ.get('RANK', '')}".encode()[:_NAME_BYTES])
@@ -90,7 +91,7 @@ def _die_with_parent() -> None:
     """Let the kernel kill this process when its parent ends (Linux)."""
     parent = os.getppid()
     _call_prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended in between
+    if os.getppid() != parent:  # the parent has ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -99,8 +100,8 @@ def _call_prctl(option: int, value: int | bytes) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-# The only way to run something in the fork server, which is known by its command line, is to let it
-# import this module.
+# Code for the fork server runs when the fork server, which is recognized by its command line,
+# imports this module: there is no other way to run code there.
 if any(word.startswith(FORK_SERVER) for word in sys.orig_argv) and Path("/proc").exists():
     _die_with_parent()
     gc.disable()

@@ -25,7 +25,8 @@ NUM_WATCHED = 8
 """Hosts that an agent watches: if half of all are lost at once, one in 256 is found a timeout
 later."""
 
-_LOOK_SECONDS, _LOOKS_PER_SECOND = 0.2, 5000  # of an agent; of all agents at the rendezvous
+_LOOK_SECONDS = 0.2  # between two looks of an agent
+_LOOKS_PER_SECOND = 5000  # of all agents together
 _LONGEST_GAP_SECONDS = 1.5
 
 
@@ -39,8 +40,8 @@ def watched(host: Host, hosts: Collection[Host]) -> list[Host]:
     order = sorted(
         {*hosts, host}, key=lambda member: hashlib.sha256(repr(member).encode()).digest()
     )
-    start = order.index(host) + 1
-    return (order[start:] + order[: start - 1])[:NUM_WATCHED]
+    index = order.index(host)
+    return (order[index + 1 :] + order[:index])[:NUM_WATCHED]  # the first follows the last
 
 
 class Heartbeats(Generic[Host]):
@@ -90,7 +91,7 @@ class Heartbeats(Generic[Host]):
 
     def look(self) -> bool:
         """Read the heartbeats of the watched hosts, unless the last look was a moment ago. Return
-        whether the state has changed since the last look, or who is silent."""
+        whether the state or the list of silent hosts has changed since the last look."""
         now = self._clock()
         if 0 <= self._looked_at and now - self._looked_at < self._look_seconds / 2:
             return False

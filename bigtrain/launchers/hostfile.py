@@ -56,7 +56,7 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
     """Return the hosts in `text`, and its problems: line, value, rule and fix."""
     hosts: list[Host] = []
     problems: list[str] = []
-    # Marks that editors of Windows leave, which no reader of hostfiles strips.
+    # A byte order mark and line ends of Windows editors, which no reader of hostfiles strips.
     if text.startswith("\ufeff"):
         problems.append(
             "line 1: begins with a byte order mark, which mpirun and DeepSpeed read as a part of "
@@ -69,14 +69,14 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
             f"line {line}: has a Windows line ending (CR LF), and shells and mpirun treat the CR "
             "as part of the last word -> sed -i 's/\\r$//' FILE"
         )
-    # Hosts by line.
+    # The hosts, one in a line.
     for line_number, line_text in enumerate(text.split("\n"), 1):
         entry = line_text.partition("#")[0].strip()
         if not entry:
             continue
         match = _LINE.fullmatch(entry)
         if match is None:
-            problems.append(f"line {line_number}: {_what_is_wrong(entry)}")
+            problems.append(f"line {line_number}: {_describe_defect(entry)}")
             continue
         name, slots_text = match[1], match[2]
         if int(slots_text) < 1:
@@ -108,7 +108,8 @@ def parse_hostfile(text: str) -> tuple[list[Host], list[str]]:
     return hosts, problems
 
 
-def _what_is_wrong(line: str) -> str:
+def _describe_defect(line: str) -> str:
+    """Return the problem of a line that is not ``NAME slots=NUMBER``, with its fix."""
     match = _SLOTS_WORD.fullmatch(line)
     assert match is not None
     name, slots_text = match[1], (match[2] or "").strip()
@@ -119,11 +120,11 @@ def _what_is_wrong(line: str) -> str:
     slots_match = re.fullmatch(r"(?:slots\b)?[\s=:]*(\d+)", slots_text)
     if slots_match is not None:
         return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots={slots_match[1]}"
-    if re.search(r"\sslots=\d+$", line):  # which word is the name is unknown
-        joined = "-".join(line.split()[:-1])
+    if re.search(r"\sslots=\d+$", line):  # several words before the slots
+        *name_words, slots_word = line.split()
         return (
             f"{line!r}: a host name has no spaces -> write the name that ssh uses, "
-            f"{joined} {line.split()[-1]} perhaps"
+            f"{'-'.join(name_words)} {slots_word} perhaps"
         )
     return f"{line!r}: is not NAME slots=NUMBER -> write {name} slots=N, its number of processes"
 
@@ -161,10 +162,12 @@ def hosts_of_slurm(environment: Mapping[str, str], slots: int | None = None) -> 
         )
     names = expand_nodelist(nodelist)
     counts = [slots] * len(names) if slots is not None else _slots_of(environment, len(names))
-    return [Host(n, count, i) for i, (n, count) in enumerate(zip(names, counts, strict=True), 1)]
+    lines = range(1, len(names) + 1)
+    return [Host(*fields) for fields in zip(names, counts, lines, strict=True)]
 
 
 def _slots_of(environment: Mapping[str, str], num_hosts: int) -> list[int]:
+    """Return each host's GPUs, else its tasks, of a Slurm job. Raises LaunchError."""
     per_node = environment.get("SLURM_GPUS_PER_NODE")
     on_node = environment.get("SLURM_GPUS_ON_NODE")
     tasks = environment.get("SLURM_TASKS_PER_NODE")

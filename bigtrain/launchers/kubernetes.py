@@ -65,8 +65,8 @@ class PodSettings:
 
 
 def pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """Return values by name of `option`'s NAME=VALUE arguments. Raise LaunchError for a malformed
-    or repeated one."""
+    """Return the values by name of `option`'s NAME=VALUE arguments. Raise LaunchError for a
+    malformed or repeated argument."""
     values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -80,7 +80,8 @@ def pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def read_patch(path: Path | None) -> dict[str, Any]:
-    """Return the mapping in the YAML file `path`. Raise LaunchError if it has none."""
+    """Return the patch of a pod's template in the YAML file `path`; empty without a file. Raise
+    LaunchError for a file without such a patch."""
     if path is None:
         return {}
     try:
@@ -89,14 +90,14 @@ def read_patch(path: Path | None) -> dict[str, Any]:
         raise LaunchError(f"--patch {path} {error}") from error
     except yaml.YAMLError as error:
         raise LaunchError(f"--patch {path} cannot be read: {error}") from error
-    unknown_keys = []
+    defect = "is not a mapping"
     if isinstance(patch, dict):
         unknown_keys = sorted(map(str, set(patch) - {"metadata", "spec"}))
-    if not isinstance(patch, dict) or unknown_keys:
-        has = f"has {', '.join(unknown_keys)}" if unknown_keys else "is not a mapping"
-        rule = "a pod's template has only metadata and spec"
-        raise LaunchError(f"--patch {path}: {has}, and {rule} -> write the rest below spec:")
-    return patch
+        if not unknown_keys:
+            return patch
+        defect = f"has {', '.join(unknown_keys)}"
+    rule = "a pod's template has only metadata and spec"
+    raise LaunchError(f"--patch {path}: {defect}, and {rule} -> write the rest below spec:")
 
 
 def check_pod(pod: PodSettings) -> list[Problem]:
@@ -131,9 +132,9 @@ def check_pod(pod: PodSettings) -> list[Problem]:
     return problems
 
 
-def environment_of(pod: PodSettings, defaults: Mapping[str, str]) -> dict[str, Any]:
-    """Return ``env`` and ``envFrom`` of a container; `pod` may override the variables
-    `defaults`."""
+def container_environment(pod: PodSettings, defaults: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields ``env`` and ``envFrom`` of a container: `defaults`, overridden by the
+    variables of `pod`, and its secrets."""
     plain = {**defaults, **pod.variables}
     entries: list[dict[str, Any]] = [
         {"name": name, "value": value} for name, value in plain.items() if name not in pod.secrets
@@ -148,7 +149,7 @@ def environment_of(pod: PodSettings, defaults: Mapping[str, str]) -> dict[str, A
     return fields
 
 
-def placed(pod: PodSettings) -> dict[str, Any]:
+def scheduling_fields(pod: PodSettings) -> dict[str, Any]:
     """Return the scheduling fields of a pod: node selector, tolerations, priority, pull secrets."""
     tolerations = []
     for text in pod.tolerations:
@@ -167,21 +168,24 @@ def placed(pod: PodSettings) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def patched(base: Any, patch: Any) -> Any:
-    """Return `base` with `patch` merged in: mappings by key, lists of named entries by name; any
-    further value is replaced, and None removes a field."""
+def merge_patch(base: Any, patch: Any) -> Any:
+    """Return `base` with `patch` merged in: mappings by key, lists of named entries by name; other
+    values are replaced, and None removes a field."""
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
-        fields = {**base, **{key: patched(base.get(key), value) for key, value in patch.items()}}
+        merged = {key: merge_patch(base.get(key), value) for key, value in patch.items()}
+        fields = {**base, **merged}
         return {key: value for key, value in fields.items() if value is not None}
-    if _are_named(base) and _are_named(patch):
+    if _is_named_list(base) and _is_named_list(patch):
         by_name = {entry["name"]: entry for entry in base}
         for entry in patch:
-            by_name[entry["name"]] = patched(by_name.get(entry["name"], {}), entry)
+            by_name[entry["name"]] = merge_patch(by_name.get(entry["name"], {}), entry)
         return list(by_name.values())
-    return patched({}, patch) if isinstance(patch, Mapping) else patch
+    # A mapping replaces another kind of value without its fields that are None.
+    return merge_patch({}, patch) if isinstance(patch, Mapping) else patch
 
 
-def _are_named(value: Any) -> bool:
+def _is_named_list(value: Any) -> bool:
+    """Return whether `value` is a list of mappings with a name, and not empty."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -193,11 +197,11 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kMGT]|[KMGT]i)?")
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SHARED_BYTES = 16 * GIB
-"""Of /dev/shm for Gloo, NCCL and data loaders."""
+"""Size of /dev/shm for Gloo, NCCL and data loaders."""
 _PORT = 29400
 _MOST_LOST_PODS = 100
 _AGENT_CODES = (EXIT_FAULTY_HOST, 128 + 9, 128 + 15)
-"""Exit codes of a pod that is lost to a run which continues: faulty, killed, evicted."""
+"""Exit codes of a pod that is lost while the run continues: faulty, killed, evicted."""
 
 API = "trainer.kubeflow.org/v1alpha1"
 _SETTINGS = "/etc/bigtrain"
@@ -279,13 +283,13 @@ def render_manifests(request: KubernetesRequest) -> str:
             *("--deepspeed_config", f"{_SETTINGS}/deepspeed.json", *request.overrides),
         ],
         check=["bigtrain", "check", "--show", "output.directory", "--world-size", str(world_size)],
-        environment=environment_of(request.pod, variables),
-        scheduling=placed(request.pod),
+        environment=container_environment(request.pod, variables),
+        scheduling=scheduling_fields(request.pod),
         directory=resolved.config.output.directory,
         liveness=liveness_command(resolved.config.output.directory, request.hang_minutes),
         resources=resources | dict(request.rdma),
         num_pods=request.nodes + (request.spares or 0),
-        shared_memory=request.shared_memory or f"{math.ceil(_least_shared(request) / GIB)}Gi",
+        shared_memory=request.shared_memory or f"{math.ceil(_min_shared_bytes(request) / GIB)}Gi",
         endpoint=rendezvous_endpoint(request),
         agent=_agent_arguments(request),
         agent_codes=_AGENT_CODES,
@@ -294,10 +298,11 @@ def render_manifests(request: KubernetesRequest) -> str:
         exit_user_error=EXIT_USER_ERROR,
     )
     documents = list(yaml.safe_load_all(text))
-    runtime = next(each for each in documents if each["kind"].endswith("Runtime"))
+    # The user's patch applies to the pods that train, not to the pod of the rendezvous.
+    runtime = next(document for document in documents if document["kind"].endswith("Runtime"))
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pods = next(job for job in jobs if job["name"] == "node")["template"]["spec"]
-    pods["template"] = patched(pods["template"], request.pod.patch)
+    pods["template"] = merge_patch(pods["template"], request.pod.patch)
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False)
 
 
@@ -307,8 +312,8 @@ def rendezvous_endpoint(request: KubernetesRequest) -> str:
 
 
 def _agent_arguments(request: KubernetesRequest) -> list[str]:
-    """Return the agent's arguments before ``train.py``, none without spares: then Kubeflow's
-    variables, which are weaker than arguments, make it start the ranks of all pods once."""
+    """Return the agent's arguments before ``train.py``. Without spares there are none: the agent
+    then follows Kubeflow's variables, which arguments would override, and starts the ranks once."""
     if request.spares is None:
         return []
     forks = request.ranks == "forked" or (request.ranks == "auto" and not request.gpus)
@@ -322,11 +327,12 @@ def _agent_arguments(request: KubernetesRequest) -> list[str]:
     ]
 
 
-def _least_shared(request: KubernetesRequest) -> float:
+def _min_shared_bytes(request: KubernetesRequest) -> float:
+    """Return the size of /dev/shm if the request names none."""
     return _SHARED_BYTES + (request.memory_checkpoint_bytes or 0.0)
 
 
-def _bytes_of(quantity: str) -> float | None:
+def _parse_bytes(quantity: str) -> float | None:
     """Return the bytes of a quantity in Kubernetes's notation; None for any other text."""
     match = _QUANTITY.fullmatch(quantity)
     return None if match is None else float(match[1]) * _UNITS[match[2] or ""]
@@ -379,21 +385,27 @@ def _check_request(request: KubernetesRequest) -> list[Problem]:
 def _check_memory(request: KubernetesRequest) -> list[Problem]:
     """Return problems of /dev/shm, whose files count as memory of the pod."""
     problems = []
-    key, checkpoints = "--shared-memory", request.memory_checkpoint_bytes
-    for option, value in ((key, request.shared_memory), ("--memory", request.memory)):
-        if value is not None and _bytes_of(value) is None:
+    shared_option, checkpoint_bytes = "--shared-memory", request.memory_checkpoint_bytes
+    for option, value in ((shared_option, request.shared_memory), ("--memory", request.memory)):
+        if value is not None and _parse_bytes(value) is None:
             problems.append(Problem(option, value, "is not a size", f"{option} 400Gi"))
-    if checkpoints is None and request.shared_memory is None:
+    if checkpoint_bytes is None and request.shared_memory is None:
         rule = "checkpoints in memory take as much of it as is unknown for this model"
-        problems.append(Problem(key, None, rule, "bigtrain check --gpu NAME predicts it"))
-    shared = _bytes_of(request.shared_memory) if request.shared_memory else _least_shared(request)
-    min_gib = math.ceil((checkpoints or 0.0) / GIB) + 1
-    if checkpoints and shared is not None and shared < min_gib * GIB:
-        rule = f"is too small for checkpoints in memory, which take {checkpoints / GIB:.3g} GiB"
-        problems.append(Problem(key, request.shared_memory, rule, f"{key} {min_gib}Gi"))
-    memory = _bytes_of(request.memory) if request.memory else None
-    if memory is not None and shared is not None and memory <= shared:
-        rule = f"is not more than /dev/shm ({shared / GIB:.3g} GiB), whose files count as memory"
+        problems.append(Problem(shared_option, None, rule, "bigtrain check --gpu NAME predicts it"))
+    # Of two sizes that are valid: /dev/shm holds the checkpoints, and the pod's memory /dev/shm.
+    shared_bytes: float | None = _min_shared_bytes(request)
+    if request.shared_memory:
+        shared_bytes = _parse_bytes(request.shared_memory)
+    min_gib = math.ceil((checkpoint_bytes or 0.0) / GIB) + 1
+    if checkpoint_bytes and shared_bytes is not None and shared_bytes < min_gib * GIB:
+        checkpoint_gib = f"{checkpoint_bytes / GIB:.3g} GiB"
+        rule = f"is too small for checkpoints in memory, which take {checkpoint_gib}"
+        remedy = f"{shared_option} {min_gib}Gi"
+        problems.append(Problem(shared_option, request.shared_memory, rule, remedy))
+    memory_bytes = _parse_bytes(request.memory) if request.memory else None
+    if memory_bytes is not None and shared_bytes is not None and memory_bytes <= shared_bytes:
+        shared_gib = f"{shared_bytes / GIB:.3g} GiB"
+        rule = f"is not more than /dev/shm ({shared_gib}), whose files count as memory"
         problems.append(Problem("--memory", request.memory, rule, "more, or --shared-memory SIZE"))
     return problems
 
@@ -402,7 +414,8 @@ def _check_paths(request: KubernetesRequest, resolved: ResolvedRun) -> list[Prob
     """Return problems of paths that are not on the shared volume."""
     config = resolved.config
     paths = {"output.directory": config.output.directory}
-    paths |= {config.data.key_of(i): s.path for i, s in enumerate(config.data.mixture)}
+    sources = enumerate(config.data.mixture)
+    paths |= {config.data.key_of(index): source.path for index, source in sources}
     problems = []
     for key, path in paths.items():
         if not PurePosixPath(path).is_relative_to(request.mount):

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 Host = TypeVar("Host", bound=Hashable)
+
+
+class _Heartbeat(NamedTuple):
+    """Last value of a heartbeat, and when it changed, by the clock of this host."""
+
+    value: object
+    changed_at: float
 
 
 class SilenceDetector(Generic[Host]):
@@ -26,24 +33,22 @@ class SilenceDetector(Generic[Host]):
         self, seconds: float, longest_gap: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._seconds, self._longest_gap, self._clock = seconds, longest_gap, clock
-        self._changed: dict[Host, tuple[object, float]] = {}
+        self._heartbeats: dict[Host, _Heartbeat] = {}
         self._observed_at = clock()
 
     def silent(self, heartbeats: Mapping[Host, object]) -> list[Host]:
         """Return the hosts of `heartbeats` (the newest value by host) that are silent."""
         now = self._clock()
-        unobserved = max(0.0, now - self._observed_at - self._longest_gap)
+        unobserved_seconds = max(0.0, now - self._observed_at - self._longest_gap)
         self._observed_at = now
-        changes = {}
+        newest = {}
         for host, value in heartbeats.items():
-            changed_at = now
-            if host in self._changed and self._changed[host][0] == value:
-                changed_at = self._changed[host][1] + unobserved
-            changes[host] = value, changed_at
-        self._changed = changes
-        return [
-            host for host, (_, changed_at) in changes.items() if now - changed_at >= self._seconds
-        ]
+            changed_at, previous = now, self._heartbeats.get(host)
+            if previous is not None and previous.value == value:
+                changed_at = previous.changed_at + unobserved_seconds
+            newest[host] = _Heartbeat(value, changed_at)
+        self._heartbeats = newest
+        return [host for host, beat in newest.items() if now - beat.changed_at >= self._seconds]
 
 
 def assign_ranks(hosts: Collection[Host], previous_ranks: Mapping[Host, int]) -> dict[Host, int]:

@@ -62,7 +62,7 @@ class NodesRequest:
 
     def check(self, problems: Sequence[Problem], source: str) -> None:
         """Raise ConfigError with `problems` of `source` and paths that a script cannot have in a
-        line, or else with the problems of the run."""
+        line; without such problems, with the problems of the run."""
         values = {"--config": self.config, "--deepspeed_config": self.deepspeed_config or ""}
         values["the working directory"] = self.directory
         values["the checkout"] = str(checkout())
@@ -129,16 +129,18 @@ def check_on_every_number(request: NodesRequest) -> None:
     if not failures:
         return
     # Report the smallest number that cannot run, and what would let all numbers run.
-    number, first = next(iter(failures.items()))
+    number = min(failures)
+    first = failures[number]
     problems = list(first.problems)
-    fitting = [n for n in range(smallest, largest + 1) if n not in failures]
-    if fitting:
+    runnable = [n for n in range(smallest, largest + 1) if n not in failures]
+    if runnable:
         rule = (
-            f"the batch is divisible for {_listed(fitting)} nodes, not for {_listed([*failures])}"
+            f"the batch is divisible for {_listed(runnable)} nodes, not for {_listed([*failures])}"
         )
         remedy = _batch_for_all(config, overrides, smallest, largest, processes_per_node)
-        last = next((n - 1 for n in failures if n > fitting[0]), largest)
-        fewer = f"--nodes {fitting[0]}" + (f"-{last}" if last > fitting[0] else "")
+        # Or the first range of numbers that can run: up to the next number that cannot.
+        last = min((n - 1 for n in failures if n > runnable[0]), default=largest)
+        fewer = f"--nodes {runnable[0]}" + (f"-{last}" if last > runnable[0] else "")
         remedy = f"{remedy}, or {fewer}" if remedy else fewer
         problems.append(Problem("--nodes", nodes, rule, remedy))
     source = f"{number} nodes x {processes_per_node} processes"

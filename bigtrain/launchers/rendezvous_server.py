@@ -77,5 +77,5 @@ def serve(host: str, port: int, address: str | None = None) -> int:
 
 
 if __name__ == "__main__":
-    named, _, number = sys.argv[1].rpartition(":")
-    sys.exit(serve(named.strip("[]"), int(number), *sys.argv[2:3]))
+    host_text, _, port_text = sys.argv[1].rpartition(":")
+    sys.exit(serve(host_text.strip("[]"), int(port_text), *sys.argv[2:3]))

@@ -16,23 +16,18 @@ from bigtrain.system.shipped_files import checkout, slurm_script
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d\d){0,2})")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-_OWNED = {
-    "ntasks-per-node",
-    "requeue",
-    "open-mode",
-    "signal",
-    "nodes",
-    "gpus-per-node",
-    "time",
+_SET_BY_BIGTRAIN = {
+    *("ntasks-per-node", "requeue", "open-mode", "signal", "nodes", "gpus-per-node", "time"),
     "no-kill",
 }
+"""Options of sbatch that a user cannot set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmRequest(NodesRequest):
     """Run and its Slurm options.
 
-    `time` in Slurm's own notation; `save_seconds`: seconds before its end at which the run is
+    `time`: limit in Slurm's notation; `save_seconds`: seconds before that limit at which the run is
     signalled to save; `options`: additional options of sbatch by name. `spares`: nodes beyond
     `nodes` that idle until one is lost; None: the job starts again instead. `ranks`: with spares,
     how ranks are started, a value of `torchrun.RANKS`.
@@ -68,11 +63,11 @@ def render_script(request: SlurmRequest) -> str:
         text, "checkout=${BIGTRAIN_CHECKOUT:-${SLURM_SUBMIT_DIR:-}}", f"checkout={checkout_path}"
     )
     if not request.gpus:
-        first = f"BIGTRAIN_PROCESSES_PER_NODE={request.processes_per_node}\n"
-        text = _replaced(text, "arguments=(", f"{first}arguments=(")
+        variables = f"BIGTRAIN_PROCESSES_PER_NODE={request.processes_per_node}\n"
+        text = _replaced(text, "arguments=(", f"{variables}arguments=(")
     if request.spares is not None:
-        first = f"BIGTRAIN_SPARES={request.spares} BIGTRAIN_RANKS={request.ranks}\n"
-        text = _replaced(text, "arguments=(", f"{first}arguments=(")
+        variables = f"BIGTRAIN_SPARES={request.spares} BIGTRAIN_RANKS={request.ranks}\n"
+        text = _replaced(text, "arguments=(", f"{variables}arguments=(")
     if request.setup:
         text = _replaced(text, "arguments=(", "\n".join([*request.setup, "arguments=("]))
     return text
@@ -94,7 +89,7 @@ def check_request(request: SlurmRequest) -> list[Problem]:
     problems += check_spares(request.spares)
     for name, value in request.options.items():
         key = f"--sbatch {name}"
-        if name in _OWNED:
+        if name in _SET_BY_BIGTRAIN:
             rule, remedy = "is set by bigtrain", "use the option of `bigtrain launch slurm`"
             problems.append(Problem(key, value, rule, remedy))
         elif not _OPTION.fullmatch(name) or control_character(value) is not None:
@@ -114,32 +109,33 @@ def time_seconds(text: str) -> int | None:
     if match is None:
         return None
     fields = [int(field) for field in match["fields"].split(":")]
-    units = [3600, 60, 1] if match["days"] or len(fields) == 3 else [60, 1]
-    days = int(match["days"] or 0) * 86400
-    return days + sum(value * unit for value, unit in zip(fields, units, strict=False))
+    begins_with_hours = match["days"] is not None or len(fields) == 3
+    units = [3600, 60, 1] if begins_with_hours else [60, 1]
+    day_seconds = int(match["days"] or 0) * 86400
+    return day_seconds + sum(value * unit for value, unit in zip(fields, units, strict=False))
 
 
 def _with_header(text: str, header: Mapping[str, str | None]) -> str:
     """Return `text` with the #SBATCH lines of `header` set, their values quoted; None removes a
     line."""
     lines = text.splitlines()
-    last = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
+    last_option = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     for name, value in header.items():
         header_line = None
         if value is not None:
             assert control_character(value) is None, (name, value)
             header_line = f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
-        lines_of_option = [
+        option_lines = [
             i for i, line in enumerate(lines) if re.match(rf"#SBATCH --{name}(=|$)", line)
         ]
-        if lines_of_option and header_line is not None:
-            lines[lines_of_option[0]] = header_line
-        elif lines_of_option:
-            del lines[lines_of_option[0]]
-            last -= 1
+        if option_lines and header_line is not None:
+            lines[option_lines[0]] = header_line
+        elif option_lines:
+            del lines[option_lines[0]]
+            last_option -= 1
         elif header_line is not None:
-            last += 1
-            lines.insert(last, header_line)
+            last_option += 1
+            lines.insert(last_option, header_line)
     return "\n".join(lines) + "\n"
 
 
@@ -150,7 +146,7 @@ def _replaced(text: str, old: str, new: str) -> str:
 
 def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
     """Return --sbatch options (``name=value`` or ``name``) by name. Raise LaunchError for a
-    repeated one."""
+    repeated option."""
     options: dict[str, str] = {}
     for text in texts:
         name, _, value = text.removeprefix("--").partition("=")

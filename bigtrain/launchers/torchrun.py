@@ -116,8 +116,9 @@ def _check_request(request: TorchrunRequest) -> list[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", request.name):
         rule = "may contain only letters, digits and ._-"
         problems.append(Problem("--name", request.name, rule, "give the run a --name"))
-    with suppress(ConfigError):  # of a range that is refused itself
-        num_nodes = node_range(request.nodes)[1] + request.spares
+    with suppress(ConfigError):  # of an invalid range, which `request.check` reports
+        _, largest = node_range(request.nodes)
+        num_nodes = largest + request.spares
         # At least three heartbeats, and three looks of an agent at them.
         shortest = math.ceil(_HEARTBEATS * max(1.0, look_seconds(num_nodes)))
         if request.heartbeat_timeout < shortest:

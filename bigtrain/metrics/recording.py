@@ -43,8 +43,8 @@ def record(name: str, value: Any, reduce: Reduction = "mean", weight: float = 1.
 
 @contextmanager
 def recording_if(counts: bool) -> Iterator[None]:
-    """Let `record` do nothing inside unless `counts`: code that several ranks call with equal
-    values, or that is called a second time, is counted once."""
+    """Make `record` do nothing inside the block unless `counts`: for code that several ranks call
+    with equal values, or that is called a second time."""
     token = _current.set(_current.get() if counts else None)
     try:
         yield
@@ -54,17 +54,17 @@ def recording_if(counts: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Values that a rank recorded under a name. total: the sum with weights, maximum or minimum.
-    weight: sum of the weights; 0 of a name that was not recorded."""
+    """Values that a rank recorded under a name. total: the weighted sum, the sum, the maximum or
+    the minimum, by `reduce`. weight: sum of the weights."""
 
     reduce: Reduction
     total: float
     weight: float
 
     def joined(self, peer: Recorded) -> Recorded:
-        """Return this and the values of another rank."""
-        total, weight = _join(self.reduce, self.total, peer.total), self.weight + peer.weight
-        return Recorded(self.reduce, total, weight)
+        """Return the values of both ranks together."""
+        total = _join(self.reduce, self.total, peer.total)
+        return Recorded(self.reduce, total, self.weight + peer.weight)
 
     @property
     def value(self) -> float:
@@ -82,7 +82,7 @@ class Recorder:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Let `record` add to this recorder inside."""
+        """Make `record` add to this recorder inside the block."""
         token = _current.set(self)
         try:
             yield
@@ -99,17 +99,17 @@ class Recorder:
             raise ValueError(f"record({name!r}): a name has letters, digits and _ . / -")
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"record({name!r}): weight = {weight} is not a positive number")
-        value = _one_number(name, value)
-        earlier_reduce = self._reductions.setdefault(name, reduce)
-        if earlier_reduce != reduce:
+        value = _as_scalar(name, value)
+        first_reduce = self._reductions.setdefault(name, reduce)
+        if first_reduce != reduce:
             raise ValueError(
-                f"record({name!r}): reduce = {reduce!r}, and before it was {earlier_reduce!r}"
+                f"record({name!r}): reduce = {reduce!r}, and before it was {first_reduce!r}"
             )
         if len(self._reductions) > _MAX_NAMES:
             raise ValueError(f"record({name!r}): more than {_MAX_NAMES} names in a logged step")
         value = value * weight if reduce == "mean" else value
-        before = self._totals.get(name)
-        self._totals[name] = value if before is None else _join(reduce, before, value)
+        total = self._totals.get(name)
+        self._totals[name] = value if total is None else _join(reduce, total, value)
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def take(self) -> dict[str, Recorded]:
@@ -122,33 +122,34 @@ class Recorder:
         return recorded
 
     def clear(self) -> None:
-        """Forget all values: the run has rolled back."""
+        """Forget all values, after `take` or a roll back."""
         self._reductions, self._totals, self._weights = {}, {}, {}
 
 
 def joined(ranks: Sequence[Mapping[str, Recorded]]) -> dict[str, float]:
-    """Return the metrics of all `ranks`, by name. Raises ValueError if two ranks reduce a name in
+    """Return the metrics over the `ranks`, by name. Raises ValueError if two ranks reduce a name in
     different ways."""
-    values_by_name: dict[str, Recorded] = {}
-    for number, rank_values in enumerate(ranks):
-        for name, values in rank_values.items():
-            joined_values = values_by_name.setdefault(name, values)
-            if joined_values is values:
+    totals: dict[str, Recorded] = {}
+    for rank, rank_values in enumerate(ranks):
+        for name, recorded in rank_values.items():
+            total = totals.get(name)
+            if total is None:
+                totals[name] = recorded
                 continue
-            if joined_values.reduce != values.reduce:
+            if total.reduce != recorded.reduce:
                 raise ValueError(
-                    f"record({name!r}): reduce = {values.reduce!r} on rank {number}, and "
-                    f"{joined_values.reduce!r} on another"
+                    f"record({name!r}): reduce = {recorded.reduce!r} on rank {rank}, and "
+                    f"{total.reduce!r} on another"
                 )
-            values_by_name[name] = joined_values.joined(values)
-    return {name: values_by_name[name].value for name in sorted(values_by_name)}
+            totals[name] = total.joined(recorded)
+    return {name: totals[name].value for name in sorted(totals)}
 
 
 _current: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
-def _one_number(name: str, value: Any) -> Any:
-    """Return a number as float, a tensor as a scalar without a graph, in float64."""
+def _as_scalar(name: str, value: Any) -> Any:
+    """Return a number as float, a tensor as a scalar tensor in float64 without a graph."""
     if isinstance(value, (bool, int, float)):
         return float(value)
     if not hasattr(value, "detach"):
@@ -163,6 +164,7 @@ def _one_number(name: str, value: Any) -> Any:
 
 
 def _join(reduce: Reduction, first: Any, second: Any) -> Any:
+    """Return the total of two totals, or of a total and a value."""
     if reduce in ("mean", "sum"):
         return first + second
     if isinstance(first, float) and isinstance(second, float):

@@ -73,13 +73,10 @@ class Breakdown:
             for name, seconds in asdict(self).items()
             if seconds is not None and name != "communication_seconds"
         ]
-        waited = self.communication_seconds
-        tail = (
-            ""
-            if waited is None
-            else f", of them {_milliseconds(waited)} ms waiting for other ranks"
-        )
-        return f"{', '.join(parts)} ms{tail}"
+        text, waited_seconds = f"{', '.join(parts)} ms", self.communication_seconds
+        if waited_seconds is not None:
+            text += f", of them {_milliseconds(waited_seconds)} ms waiting for other ranks"
+        return text
 
 
 def _milliseconds(seconds: float) -> str:
@@ -87,7 +84,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 class MeanBreakdown:
-    """Mean of breakdowns over the steps of a run; each step counts the same."""
+    """Mean of breakdowns over the steps of a run."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -194,8 +191,8 @@ class StepMetrics:
     def tracked(self) -> dict[str, Any]:
         """Return the known numbers by the names that trackers get, without the step."""
         values: dict[str, Any] = {}
-        for row, value in list(zip(fields(self), asdict(self).values(), strict=True))[1:]:
-            if value is None:
+        for row, value in zip(fields(self), asdict(self).values(), strict=True):
+            if value is None or row.name == "step":
                 continue
             if row.metadata["kind"] == "entries":
                 prefix = row.metadata["tracker"] or row.name

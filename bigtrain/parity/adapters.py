@@ -22,7 +22,7 @@ from bigtrain.settings.run_config import AdaptersSection
 
 @contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Let `model` be its base inside, by peft's own switch."""
+    """Disable the adapters of `model` inside the block, by peft's own switch."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
@@ -89,6 +89,7 @@ def with_adapters(model: Any, section: AdaptersSection, seed: int) -> Any:
         )
         with targets_as_named():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+        # Initial values by layer, so that they do not depend on the layers before it.
         inner: Any = adapted.base_model.model
         for name, module in inner.named_modules():
             if isinstance(module, LoraLayer) and section.init == "lora":

@@ -24,22 +24,22 @@ from bigtrain.settings.run_config import ModelSection, RunConfig
 
 STEPS = 5
 RATES = tuple(1e-2 * (0.5 + 0.25 * step) for step in range(STEPS))
-"""The learning rate of every step, all different, so that one applied a step late is detected."""
+"""The learning rate of every step, all different, so that a rate of the wrong step is detected."""
 
 TEACHER_TOP_K = 5
 WEIGHTED_STEPS = (1, 3)
 """Steps whose losses have weights, if the objective reads weights."""
 
-_MOST_IGNORED = 0.6
+_MOST_IGNORED = 0.6  # of the tokens of a row
 _RATED_TOKENS = VOCABULARY // 4
-_DESIRABLE = (0.8, 0.8, 0.2, 0.2, 0.5)
+_DESIRABLE = (0.8, 0.8, 0.2, 0.2, 0.5)  # share of desirable answers, by step
 _REFERENCE_SCORES = "reference_scores.npy"
 
 
 def save_reference_scores(model: Any, config: RunConfig) -> None:
     """Save the scores of a reference model next to the weights of the proxy `model`: the scores of
-    the proxy, as in a run, plus noise without adapters, with which stages must have equal scores to
-    passes without adapters."""
+    the proxy. Noise is added, except with adapters: there the scores must equal those of passes
+    without adapters."""
     if not config.objective.kind.needs_reference:
         return
     size, num_rows = config.batch.samples_per_step, config.objective.kind.rows_per_sample
@@ -49,11 +49,11 @@ def save_reference_scores(model: Any, config: RunConfig) -> None:
         batch = _random_batch(config, plan, step)
         with torch.no_grad():
             logits = model(input_ids=batch.input_ids, use_cache=False).logits.float()
-        labels = batch.labels.clamp(min=0).unsqueeze(-1)
-        values = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
-        noise = torch.rand(len(labels), generator=torch.Generator().manual_seed(step)) - 0.5
-        sums = (values * (batch.labels != IGNORED_LABEL)).sum(-1)
-        steps.append(sums if config.adapters is not None else sums + noise)
+        target_ids = batch.labels.clamp(min=0).unsqueeze(-1)
+        log_probs = logits.log_softmax(-1).gather(-1, target_ids).squeeze(-1)
+        noise = torch.rand(len(target_ids), generator=torch.Generator().manual_seed(step)) - 0.5
+        scores = (log_probs * (batch.labels != IGNORED_LABEL)).sum(-1)
+        steps.append(scores if config.adapters is not None else scores + noise)
     assert config.model.path is not None
     np.save(Path(config.model.path) / _REFERENCE_SCORES, torch.stack(steps).numpy())
 
@@ -61,7 +61,7 @@ def save_reference_scores(model: Any, config: RunConfig) -> None:
 def micro_batches(
     config: RunConfig, plan: BatchPlan, step: int, data_rank: int
 ) -> list[MicroBatch]:
-    """Return the batches of a step for `data_rank`."""
+    """Return the micro-batches of a step for `data_rank`."""
     batch = _random_batch(config, plan, step)
     if config.objective.kind.reads_scores(config):
         assert config.model.path is not None
@@ -73,10 +73,10 @@ def micro_batches(
 
 
 def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
-    """Return the global batch of a step, without scores of a reference. Rows of answers are of few
-    tokens, which the model learns, and mostly desirable first and undesirable later, so that the
-    model moves towards them and away. Of samples that are scored, each token up to the end has a
-    target, and other tokens follow."""
+    """Return the global batch of a step, without scores of a reference. Rated answers use few
+    different tokens, which the model learns; in the first steps most are desirable, later most are
+    undesirable, so that the model moves towards them and away. In samples that are scored, every
+    token up to the end has a target, and tokens without targets follow."""
     generator = torch.Generator().manual_seed(1000 + step)
     section, objective = config.objective, config.objective.kind
     num_rows, length = plan.global_batch_size * plan.rows_per_sample, plan.sequence_length
@@ -84,17 +84,20 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
     num_tokens = _RATED_TOKENS if has_mismatched else VOCABULARY
     tokens = torch.randint(1, num_tokens, (num_rows, length + 1), generator=generator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
-    ignored = torch.rand(labels.shape, generator=generator)
-    ignored[:, 0] = 1.0  # a row without targets would be padding
-    shares = _MOST_IGNORED * torch.rand(num_rows, 1, generator=generator)
-    labels[ignored < shares] = IGNORED_LABEL
-    positions = desirable = classes = values = ids = weights = None
+    # Each row ignores another share of its tokens.
+    draws = torch.rand(labels.shape, generator=generator)
+    draws[:, 0] = 1.0  # a row without targets would be padding
+    ignored_shares = _MOST_IGNORED * torch.rand(num_rows, 1, generator=generator)
+    labels[draws < ignored_shares] = IGNORED_LABEL
+    # Fields that only some objectives or data have.
+    positions = desirable = classes = teacher_values = teacher_ids = weights = None
     if config.data.isolates:
         positions = document_positions(num_rows, length)
         labels[:, :-1][positions[:, 1:] == 0] = IGNORED_LABEL
     if has_mismatched:
-        chances = torch.rand(num_rows // 2, generator=generator)
-        desirable = (chances < _DESIRABLE[step]).repeat_interleave(2)
+        # Two rows belong together: an answer, and its prompt with another answer.
+        draws = torch.rand(num_rows // 2, generator=generator)
+        desirable = (draws < _DESIRABLE[step]).repeat_interleave(2)
     if objective.scores_samples:
         lengths = torch.randint(length // 2, length + 1, (num_rows, 1), generator=generator)
         labels = torch.where(torch.arange(length) < lengths, tokens[:, 1:], IGNORED_LABEL)
@@ -104,7 +107,7 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
         classes = torch.randint(num_labels, (num_rows,), generator=generator)
     if section.teacher is not None:
         logits = 2 * torch.randn(*labels.shape, VOCABULARY, generator=generator)
-        values, ids = logits.log_softmax(-1).topk(TEACHER_TOP_K)
+        teacher_values, teacher_ids = logits.log_softmax(-1).topk(TEACHER_TOP_K)
     if objective.is_next_token and step in WEIGHTED_STEPS:
         weights = 2 * torch.rand(labels.shape, generator=generator) * (labels != IGNORED_LABEL)
     return MicroBatch(
@@ -113,7 +116,7 @@ def _random_batch(config: RunConfig, plan: BatchPlan, step: int) -> MicroBatch:
         positions,
         desirable=desirable,
         classes=classes,
-        teacher_values=values,
-        teacher_ids=ids,
+        teacher_values=teacher_values,
+        teacher_ids=teacher_ids,
         weights=weights,
     )

@@ -27,12 +27,12 @@ NORM_TOLERANCE = 1e-4
 WEIGHT_TOLERANCE = 1e-5
 """Tolerance of any weight at the end, unless rounding makes a larger difference (`ROUNDING`)."""
 ROUNDING = 4.0
-"""Allowed difference of a weight, as a multiple of that between plain PyTorch runs that sum in
-another order."""
+"""Allowed difference of a weight, as a multiple of the difference between plain PyTorch runs that
+sum in different orders."""
 
 _SPREADS = 3.0
-"""16 bit: allowed distance from the mean of the plain runs, as a multiple of the largest of
-theirs."""
+"""16 bit: allowed distance from the mean of the plain runs, as a multiple of the largest distance
+of a plain run."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def compare(
     trace: TrainingTrace,
     reordered: Sequence[TrainingTrace] = (),
 ) -> Verdict:
-    """Return the worst differences of `found`, and where the first arises if they are too large.
+    """Return the worst differences of `trace`, and where the first arises if they are too large.
 
     Several references, which differ only by rounding, are compared by their mean, and their
     distances from it set the limits. reordered: runs of a single reference with sums in other
@@ -86,9 +86,9 @@ def compare(
     if reordered:
         # A weight may differ by a multiple of the largest difference between reordered runs.
         differences = _weight_distances(reference, trace)
-        floors = [_weight_distances(reference, reordered_run) for reordered_run in reordered]
+        rounding_errors = [_weight_distances(reference, run) for run in reordered]
         allowed_differences = {
-            name: max(WEIGHT_TOLERANCE, ROUNDING * max(floor[name] for floor in floors))
+            name: max(WEIGHT_TOLERANCE, ROUNDING * max(errors[name] for errors in rounding_errors))
             for name in reference.last
         }
         name = worst(differences, allowed_differences)
@@ -100,19 +100,19 @@ def compare(
 
 
 def mean_of(references: Sequence[TrainingTrace]) -> tuple[TrainingTrace, Limits]:
-    """Return the mean of `references`, and the limits from their distances."""
+    """Return the mean of `references`, and the limits: a multiple of their distances from it."""
     if len(references) == 1:
         return references[0], Limits()
-    centre = TrainingTrace(
+    mean = TrainingTrace(
         _mean_by_step([r.losses for r in references]),
         _mean_by_step([r.norms for r in references]),
         _mean([r.layers for r in references]),
         _mean([r.first for r in references]),
         _mean([r.last for r in references]),
     )
-    distances = [_distances(centre, reference) for reference in references]
+    distances = [_distances(mean, reference) for reference in references]
     loss, norm, weight = (_SPREADS * max(values) for values in zip(*distances, strict=True))
-    return centre, Limits(loss, norm, weight, layer=2e-2)
+    return mean, Limits(loss, norm, weight, layer=2e-2)
 
 
 def _mean_by_step(runs: Sequence[Sequence[float]]) -> list[float]:
@@ -143,6 +143,8 @@ def _weight_distances(reference: TrainingTrace, trace: TrainingTrace) -> dict[st
 
 
 def _first_difference(reference: TrainingTrace, measured: TrainingTrace, limits: Limits) -> str:
+    """Return where `measured` first differs, in the order of a step's computation. The weights
+    after the first step show its gradients."""
     tolerances = {
         OUTPUT: Tolerance(relative=limits.layer),
         LOSS: Tolerance(absolute=limits.loss),

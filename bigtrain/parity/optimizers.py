@@ -36,9 +36,10 @@ def plain_optimizer(
     section: OptimizerSection,
     loraplus_lr_ratio: float | None = None,
 ) -> PlainOptimizer:
-    """Return the optimizer that updates `masters`, of `parameters` by name. Set the learning rate
-    in its groups. Weight decay follows their roles. `loraplus_lr_ratio`: see `AdaptersSection`."""
+    """Return the optimizer that updates `masters`, float32 copies of `parameters`, by name; the
+    caller sets the learning rate in its groups. `loraplus_lr_ratio`: see `AdaptersSection`."""
     if loraplus_lr_ratio is not None:
+        # LoRA+: matrices B, and vectors such as DoRA's magnitudes, have a larger learning rate.
         fast = {n: p for n, p in parameters.items() if ".lora_B." in n or p.ndim == 1}
         slow = {name: p for name, p in parameters.items() if name not in fast}
         return CombinedOptimizer(
@@ -62,17 +63,16 @@ def plain_optimizer(
         {"params": decay, "weight_decay": section.weight_decay},
         {"params": no_decay, "weight_decay": 0.0},
     ]
-    # One optimizer for all parameters, or one for matrices and one for all further parameters.
+    # One optimizer for all parameters, or another one (`beside`) for all but the matrices.
     facts = section.facts
     plain = PLAIN[facts.beside or section.type](groups, section)
     if facts.beside is None:
         return plain
     settings = section.own_settings
-    ratio = 1.0 if getattr(settings, "lr", None) is None else settings.lr / section.lr
+    lr_ratio = 1.0 if getattr(settings, "lr", None) is None else settings.lr / section.lr
     matrices = matrices_of(matrix_names.values(), getattr(settings, "split", {}))
-    return CombinedOptimizer(
-        [(PLAIN_OF_MATRICES[section.type](matrices, masters, section), ratio), (plain, 1.0)]
-    )
+    matrix_optimizer = PLAIN_OF_MATRICES[section.type](matrices, masters, section)
+    return CombinedOptimizer([(matrix_optimizer, lr_ratio), (plain, 1.0)])
 
 
 def check_comparable(section: OptimizerSection) -> None:
@@ -84,8 +84,8 @@ def check_comparable(section: OptimizerSection) -> None:
 
 
 class CombinedOptimizer:
-    """Optimizers that step together; their learning rates are the common learning rate times a
-    ratio."""
+    """Optimizers that step together. parts: optimizers, and their learning rates as multiples of
+    the common learning rate."""
 
     def __init__(self, parts: Sequence[tuple[PlainOptimizer, float]]) -> None:
         self._parts = parts
@@ -100,8 +100,8 @@ class CombinedOptimizer:
 
 
 class _Muon:
-    """`torch.optim.Muon` on matrices that are slices of masters, with its iteration in float32;
-    torch's is always in bfloat16."""
+    """`torch.optim.Muon` on matrices that are slices of masters, with the iteration in float32
+    (torch's iteration is always in bfloat16)."""
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class _Muon:
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
 
     def step(self) -> None:
+        """Update once. A matrix may have slices in several boxes of its master."""
         lr, settings = self.param_groups[0]["lr"], self._settings
         zipped = zip(self._matrices, self._masters, self._moments, strict=True)
         for matrix, master, moment in zipped:
@@ -138,12 +139,12 @@ class _Muon:
             values.mul_(1 - lr * self._decay)
             values.add_(self._newton_schulz(update), alpha=-lr * scale)
             sizes = [box.sizes[matrix.output_dim] for box in matrix.boxes]
-            parts = values.split(sizes, matrix.output_dim)
-            for box, part in zip(matrix.boxes, parts, strict=True):
-                master[box.slices] = part.view(box.sizes)
+            box_values = values.split(sizes, matrix.output_dim)
+            for box, values_of_box in zip(matrix.boxes, box_values, strict=True):
+                master[box.slices] = values_of_box.view(box.sizes)
 
     def _newton_schulz(self, update: torch.Tensor) -> torch.Tensor:
-        # X <- a X + (b A + c A A) X, with A = X X^T (Jordan 2024).
+        """Return the orthogonalized update: X <- a X + (b A + c A A) X, A = X X^T (Jordan 2024)."""
         a, b, c = self._settings.ns_coefficients
         is_tall = update.shape[0] > update.shape[1]
         x: torch.Tensor = update.T if is_tall else update
@@ -165,15 +166,17 @@ class _Lion:
         }
 
     def step(self) -> None:
+        """Update once."""
         for group in self.param_groups:
             for master in group["params"]:
                 moment, gradient = self._moments[id(master)], master.grad
                 if gradient is None:
                     continue
-                direction = self._betas[0] * moment + (1 - self._betas[0]) * gradient
+                beta1, beta2 = self._betas
+                direction = beta1 * moment + (1 - beta1) * gradient
                 master.mul_(1 - group["lr"] * group["weight_decay"])
                 master.add_(direction.sign(), alpha=-group["lr"])
-                moment.mul_(self._betas[1]).add_(gradient, alpha=1 - self._betas[1])
+                moment.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
 PLAIN: dict[str, Callable[[Groups, OptimizerSection], PlainOptimizer]] = {

@@ -35,7 +35,7 @@ from bigtrain.parity.routers import (
     AUXILIARY,
     BIAS_RATE,
     Z_LOSS,
-    can_be_put_together,
+    can_join_forward_passes,
 )
 from bigtrain.parity.visibility import with_crossed_clipping
 from bigtrain.settings.batch_plan import BatchPlan
@@ -105,8 +105,8 @@ class Proxy:
 
 
 def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
-    """Return `config` with a proxy model (written to `directory`) and a batch size that suits all
-    points.
+    """Return `config` with a proxy model (written to `directory`) and a batch size that suits every
+    topology of `world_size` ranks.
 
     The architecture and its options are kept, as are the run's frozen parameters, loss, decay and
     Adam's betas. The weights are transformers' initial ones plus noise (ones and zeros hide
@@ -115,13 +115,13 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     """
     # The model, and the teacher of a distillation, with few layers and this run's architecture.
     check_comparable(config.optimizer)
-    section, notes = config.model, _left_out(config)
+    section, notes = config.model, _notes_on_omitted_settings(config)
     hf_config = _with_head(config)
     attention = section.attention
     if attention not in ("auto", "sdpa", "eager"):
         notes.append(f"model.attention = {attention} needs CUDA: sdpa is compared")
         attention = "sdpa"
-    tokens = 8 * max(2, world_size)
+    tokens = 8 * max(2, world_size)  # of a sample; sequence parallelism divides them
     new_model = partial(
         _proxy_model,
         config,
@@ -143,11 +143,11 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     adapters = config.adapters
     if adapters is not None:
         adapters = comparable_adapters(model, adapters, notes)
-    # The run, with settings that CPUs support and that let differences show.
+    # The run, with settings that CPUs support and with which an error is large enough to detect.
     batch = config.batch
     plan = BatchPlan(batch.samples_per_step, batch.micro_batch_size, 1, 1, batch.sequence_length)
     tile_plan, _ = choose_tiles(config, hf_config, plan)
-    frozen = _frozen(config, model, notes)
+    frozen = _matching_patterns(config, model, notes)
     loss_plan, _ = choose_loss(config, hf_config, plan)
     if loss_plan.kind == "liger":
         notes.append("model.loss = liger needs CUDA: the loss in chunks is compared")
@@ -163,12 +163,12 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
             tiled_mlp=_TILES if tile_plan.modules else "off",
         ),
         adapters=adapters,
-        moe=_enlarged(config.moe, "moe", notes),
+        moe=_with_minima(config.moe, "moe", notes),
         data=config.data,
         batch=BatchSection(sequence_length=tokens, global_batch_size=2 * world_size),
         train=TrainSection(steps=STEPS),
-        objective=_enlarged(config.objective, "objective", notes).model_copy(update=objective),
-        optimizer=_optimizer(config.optimizer, notes),
+        objective=_with_minima(config.objective, "objective", notes).model_copy(update=objective),
+        optimizer=_comparable_optimizer(config.optimizer, notes),
         schedule=ScheduleSection(type="constant"),
         precision=PrecisionSection(dtype="float32"),
         output=OutputSection(directory=str(directory)),
@@ -179,7 +179,7 @@ def shrink(config: RunConfig, world_size: int, directory: Path) -> Proxy:
     precision = None
     if config.precision.dtype == "bfloat16":
         precision = config.precision.model_copy(update={"float8": "none"})
-    return Proxy(small, _engines(config, directory), precision, tuple(notes))
+    return Proxy(small, _engine_choices(config, directory), precision, tuple(notes))
 
 
 def _with_head(config: RunConfig) -> Any:
@@ -196,8 +196,8 @@ def _with_head(config: RunConfig) -> Any:
     return with_objective_head(hf_config, config, labels)
 
 
-def _left_out(config: RunConfig) -> list[str]:
-    """Return notes on the settings that are not compared, for any model."""
+def _notes_on_omitted_settings(config: RunConfig) -> list[str]:
+    """Return notes on the run's settings that are not compared."""
     section = config.model
     notes = [
         f"model.{name} = {value} needs CUDA or time: not compared"
@@ -239,22 +239,25 @@ def _proxy_model(
     notes: list[str],
 ) -> Any:
     """Return the proxy model, with noise, for samples of `tokens` tokens. Raises ModelError."""
-    # Dropout is off, and the notes name the run's probabilities.
-    off = deterministic(hf_config)
-    probabilities = {
-        f"{key} = {value}"
-        for part, off_part in ((hf_config, off), (text_config(hf_config), text_config(off)))
-        for key, value in vars(part).items()
-        if value != vars(off_part).get(key)
-    }
-    if dropout := ", ".join(sorted(probabilities)):
+    # Dropout is off, and the notes name the run's probabilities: what `deterministic` changes.
+    without_dropout = deterministic(hf_config)
+    probabilities = set()
+    for before, after in (
+        (hf_config, without_dropout),
+        (text_config(hf_config), text_config(without_dropout)),
+    ):
+        for key, value in vars(before).items():
+            if value != vars(after).get(key):
+                probabilities.add(f"{key} = {value}")
+    if probabilities:
+        dropout = ", ".join(sorted(probabilities))
         notes.append(
             f"dropout is off here ({dropout}): its masks depend on the division of the work, so "
             "that training with it cannot be compared step by step"
         )
     try:
         model = build_proxy_model(
-            off,
+            without_dropout,
             attention,
             [with_heads(max(2, world_size))],
             add_noise,
@@ -265,7 +268,7 @@ def _proxy_model(
         raise ModelError(f"no proxy model can be built: {error}") from error
     # An auxiliary loss must be large enough to detect, and comparable.
     if has_auxiliary_loss(model.config):
-        if config.data.isolates and not can_be_put_together(model):
+        if config.data.isolates and not can_join_forward_passes(model):
             model.config.output_router_logits = False
             notes.append("the auxiliary loss is off here: it differs for separate documents")
         elif model.config.router_aux_loss_coef < AUXILIARY:
@@ -277,7 +280,7 @@ def _proxy_model(
     return model
 
 
-def _enlarged(section: SectionT, name: str, notes: list[str]) -> SectionT:
+def _with_minima(section: SectionT, name: str, notes: list[str]) -> SectionT:
     """Return `section` with each coefficient that is not 0 at least as large as in `_MINIMA`."""
     update = {
         key: minimum
@@ -290,10 +293,10 @@ def _enlarged(section: SectionT, name: str, notes: list[str]) -> SectionT:
     return section.model_copy(update=update)
 
 
-def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
+def _comparable_optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
     """Return the run's section, except for settings that would hide differences or amplify
-    rounding. With Adam's default eps a gradient that is only rounding moves a weight like any
-    other; at a small learning rate no weight would show a difference."""
+    rounding. With Adam's default eps a gradient that is only a rounding error moves a weight as
+    much as any gradient; at a small learning rate no weight would show a difference."""
     if section.facts.settings == "muon":
         muon_update: dict[str, Any] = {"ns_dtype": "float32", "split": {}}
         if section.muon.ns_dtype != "float32":
@@ -310,7 +313,7 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
         notes.append(
             "optimizer states are float32 here: in bfloat16 they are rounded stochastically"
         )
-    section = _enlarged(section, "optimizer", notes)
+    section = _with_minima(section, "optimizer", notes)
     update: dict[str, Any] = {"lr": max(RATES), "state_dtype": "float32"}
     if section.ema is not None and section.ema.decay > _AVERAGE_DECAY:
         notes.append(f"optimizer.ema.decay = {_AVERAGE_DECAY:g} here, so that an error is detected")
@@ -320,7 +323,9 @@ def _optimizer(section: OptimizerSection, notes: list[str]) -> OptimizerSection:
     return section.model_copy(update=update)
 
 
-def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tuple[str, ...]:
+def _matching_patterns(
+    config: RunConfig, model: torch.nn.Module, notes: list[str]
+) -> tuple[str, ...]:
     """Return the run's patterns that match something in the proxy model, which has fewer layers."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     patterns = config.model.frozen
@@ -334,30 +339,31 @@ def _frozen(config: RunConfig, model: torch.nn.Module, notes: list[str]) -> tupl
     return matching
 
 
-def _engines(config: RunConfig, directory: Path) -> tuple[EngineChoice, ...]:
-    """Return the JSON of every ZeRO stage, and the run's JSON if it is another."""
-    shipped = [EngineChoice(name, name, False) for name in SHIPPED]
+def _engine_choices(config: RunConfig, directory: Path) -> tuple[EngineChoice, ...]:
+    """Return the shipped JSON of every ZeRO stage, and the run's JSON if it is not one of them."""
     path = find_deepspeed_config(config.engine.deepspeed_config)
     label = Path(label_of(path)).name.removesuffix(".json")
     if path.name == label_of(path) and label in SHIPPED:
-        return tuple(EngineChoice(e.label, e.config, e.label == label) for e in shipped)
+        return tuple(EngineChoice(name, name, name == label) for name in SHIPPED)
     raw = read_deepspeed_config(path)
     plan = BatchPlan(1, 1, 1, 1, config.batch.sequence_length)
     for owned in owned_values(config, plan, raw, zero_stage_of(raw)):
-        # Batch numbers differ here. A JSON that contradicts the run's is refused later.
+        # The run sets these values: batch sizes, which differ here, and values that agree with the
+        # run. A value that contradicts the run stays, and is refused later.
         if owned.key.startswith("train_") or owned.contradiction(raw, label) is None:
             _set_auto(raw, owned.key)
     _set_auto(raw, "gradient_accumulation_steps")
     config_path = directory / f"{label}.json"
     config_path.write_text(json.dumps(raw))
-    return (*shipped, EngineChoice(label, str(config_path), True))
+    shipped = (EngineChoice(name, name, is_own=False) for name in SHIPPED)
+    return (*shipped, EngineChoice(label, str(config_path), is_own=True))
 
 
 def _set_auto(tree: dict[str, Any], key: str) -> None:
     """Replace the value at a dotted path, if there is one, by "auto": the run then sets it."""
-    *parents, leaf = key.split(".")
-    node: Any = tree
-    for name in parents:
-        node = node.get(name) if isinstance(node, dict) else None
-    if isinstance(node, dict) and leaf in node:
-        node[leaf] = AUTO
+    *sections, name = key.split(".")
+    section: Any = tree
+    for section_name in sections:
+        section = section.get(section_name) if isinstance(section, dict) else None
+    if isinstance(section, dict) and name in section:
+        section[name] = AUTO

@@ -1,6 +1,6 @@
-"""Reference for every topology: plain transformers and torch.optim in one process. Only the tokens
-are bigtrain's, and the formula of another objective; passes, cross-entropy, units, decay, freezing
-and clipping are implemented again."""
+"""Reference for every topology: plain transformers and torch.optim in one process. Of bigtrain's
+code it uses only the tokens, and the formulas of objectives other than the next token; passes,
+cross-entropy, units, decay, freezing and clipping are implemented again."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from bigtrain.parity.sums_in_parts import SumsInParts
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.run_config import RunConfig
 
-_PARTS = (2, 3, 4)
-_DIVISIONS = 8
+_SUM_PARTS = (2, 3, 4)
+"""Partial sums of linear layers in the reordered runs."""
+_NUM_DIVISIONS = 8
 """Reference runs in 16 bit; four give too low a limit (tests/parity/plain.py)."""
 
 
@@ -44,8 +45,8 @@ _DIVISIONS = 8
 class TrainingTrace:
     """Measurements of a training run of `STEPS` steps. layers: sums of squares of layer outputs
     before the first step, in model order. first and last: the weights after the first and the last
-    step, by name, and averages of weights (`average_name`). distances: by step, of a value from a
-    threshold at which the computation changes, by the name of the threshold."""
+    step, by name, and averages of weights (`average_name`). distances: by name of a threshold at
+    which the computation changes, the distance of its value from it at every step."""
 
     losses: list[float]
     norms: list[float]
@@ -80,11 +81,12 @@ def train_reference(
             return [_train(config, [chunks] * STEPS, torch.float32)]
         # In 16 bit the division of a step into micro-batches changes results: train with several.
         runs = []
-        for number in range(_DIVISIONS):
+        for number in range(_NUM_DIVISIONS):
             generator = torch.Generator().manual_seed(number)
             order = torch.randperm(config.batch.samples_per_step, generator=generator)
-            size = max(1, len(order) >> (number % 4))
-            chunks = list(order.split(size))
+            # In turn all samples, a half, a quarter or an eighth in a micro-batch.
+            micro_batch_size = max(1, len(order) >> (number % 4))
+            chunks = list(order.split(micro_batch_size))
             runs.append(_train(config, [chunks] * STEPS, sum_dtype))
         return runs
     except (RuntimeError, ValueError, TypeError) as error:
@@ -93,10 +95,10 @@ def train_reference(
 
 
 def train_reordered(config: RunConfig, division: StepDivision | None = None) -> list[TrainingTrace]:
-    """Run `train_reference` in float32, with the sums of linear layers in other orders. Dividing
-    the work over ranks reorders sums likewise: these runs differ only by rounding."""
+    """Run `train_reference` in float32, with the sums of linear layers in other orders, as a
+    division of the work over ranks has them: the runs differ only by rounding."""
     runs = []
-    for num_parts in _PARTS:
+    for num_parts in _SUM_PARTS:
         with SumsInParts(num_parts):
             runs += train_reference(config, division=division)
     return runs
@@ -115,14 +117,15 @@ class _PlainModel:
 
 
 def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
+    """Load the model of a run, freeze parameters or add adapters, and make its optimizer."""
     section = config.model
     model_class = AutoModelForCausalLM
     if config.objective.kind.scores_samples:
         model_class = AutoModelForSequenceClassification
     model = _load(model_class, section.path, config, dtype)
     # Masters are the tensors of the files, without rounding.
-    full = model_class.from_pretrained(section.path, dtype=torch.float32)
-    values = dict(full.named_parameters())
+    float32_model = model_class.from_pretrained(section.path, dtype=torch.float32)
+    float32_parameters = dict(float32_model.named_parameters())
     for name, value in section.overrides.items():
         setattr(model.config, name, value)
     terms = RouterTerms(model, config.moe, config.batch.sequence_length)
@@ -139,15 +142,16 @@ def _plain_model(config: RunConfig, dtype: torch.dtype) -> _PlainModel:
             parameter.requires_grad_(id(parameter) not in frozen_ids)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {
-        name: values.get(base_name(name), parameter).detach().float().clone()
+        name: float32_parameters.get(base_name(name), parameter).detach().float().clone()
         for name, parameter in parameters.items()
     }
-    ratio = None if config.adapters is None else config.adapters.loraplus_lr_ratio
-    optimizer = plain_optimizer(model, parameters, masters, config.optimizer, ratio)
+    lr_ratio = None if config.adapters is None else config.adapters.loraplus_lr_ratio
+    optimizer = plain_optimizer(model, parameters, masters, config.optimizer, lr_ratio)
     return _PlainModel(model, parameters, masters, optimizer, terms)
 
 
 def _load(model_class: Any, path: str | None, config: RunConfig, dtype: torch.dtype) -> Any:
+    """Load a model with the run's attention."""
     assert path is not None
     attention = None if config.model.attention == "auto" else config.model.attention
     model = model_class.from_pretrained(path, dtype=dtype, attn_implementation=attention)
@@ -177,22 +181,24 @@ def _train(
         model.eval()
         (batch,) = micro_batches(config, plan, 0, 0)
         if config.objective.kind.scores_samples:
+            # transformers finds the last token of a row, which has the score, by padding after it.
             is_past_end = batch.labels == IGNORED_LABEL
             padding = model.config.get_text_config().pad_token_id
             batch = replace(batch, input_ids=batch.input_ids.masked_fill(is_past_end, padding))
-        trace.layers = layer_outputs(model, lambda: _outputs(model, batch)[1])
+        trace.layers = layer_outputs(model, lambda: _outputs(model, batch))
     model.train()
     averages: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         (batch,) = micro_batches(config, plan, step, 0)
         if teacher is not None:
-            batch = _taught(batch, teacher, config.objective)
-        parts = [batch.moved(operator.itemgetter(_rows(chunk, num_rows))) for chunk in chunks[step]]
+            batch = _with_teacher_tokens(batch, teacher, config.objective)
+        rows_by_part = [_rows(chunk, num_rows) for chunk in chunks[step]]
+        parts = [batch.moved(operator.itemgetter(rows)) for rows in rows_by_part]
         passes = PlainPasses(model, config.objective)
         objective.prepare(passes, [batch])
-        if passes.summed is not None:
-            total, count = passes.summed.tolist()
-            trace.distances.setdefault("divergence of KTO", []).append(total / count)
+        if passes.summed is not None:  # KTO: the loss has a kink at a mean divergence of 0
+            divergence_sum, count = passes.summed.tolist()
+            trace.distances.setdefault("divergence of KTO", []).append(divergence_sum / count)
         loss = _backward(
             (objective.summed_loss(passes, part, part) for part in parts),
             plain,
@@ -201,8 +207,8 @@ def _train(
             sum_dtype=sum_dtype or dtype,
         )
         # Clipping and the update, on masters in float32; the model gets rounded masters.
-        limit = config.optimizer.clip_norm
-        norm = torch.nn.utils.clip_grad_norm_(masters.values(), limit or math.inf)
+        clip_norm = config.optimizer.clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), clip_norm or math.inf)
         for group in plain.optimizer.param_groups:
             group["lr"] = RATES[step]
         plain.optimizer.step()
@@ -212,8 +218,8 @@ def _train(
         plain.terms.update_biases()
         trace.losses.append(loss)
         trace.norms.append(float(norm))
-        if limit:
-            excess = float(norm) / limit - 1
+        if clip_norm:
+            excess = float(norm) / clip_norm - 1
             trace.distances.setdefault("optimizer.clip_norm", []).append(excess)
         if config.optimizer.ema is not None:
             for name, master in masters.items():
@@ -227,15 +233,16 @@ def _train(
 
 
 @torch.no_grad()
-def _taught(batch: MicroBatch, teacher: Any, section: ObjectiveSection) -> MicroBatch:
+def _with_teacher_tokens(batch: MicroBatch, teacher: Any, section: ObjectiveSection) -> MicroBatch:
     """Return `batch` with the most probable tokens of the model `teacher` at each position."""
-    logits = _outputs(teacher, batch)[1].float() / section.temperature
-    values, ids = logits.log_softmax(-1).topk(section.teacher_top_k)
+    _, logits = _outputs(teacher, batch)
+    log_probs = (logits.float() / section.temperature).log_softmax(-1)
+    values, ids = log_probs.topk(section.teacher_top_k)
     return replace(batch, teacher_values=values, teacher_ids=ids)
 
 
 def _num_units(section: ObjectiveSection, batch: MicroBatch) -> float:
-    """Return the units of which a step's loss is the mean, or the sum of the weights of losses."""
+    """Return the divisor of a step's mean loss: its units, or the sum of the weights of losses."""
     if batch.weights is not None:
         return float(batch.weights.double().sum())
     targets = batch.labels != IGNORED_LABEL
@@ -258,7 +265,7 @@ def _backward(
     sum_dtype: torch.dtype,
 ) -> float:
     """Set the gradients of masters for a step's mean loss and router losses; return the mean
-    loss. losses: by micro-batch (`num_parts`), the loss summed over units, and the model's
+    loss. losses: of `num_parts` micro-batches, the loss summed over units, and the model's
     outputs."""
     plain.terms.begin_step()
     sums: dict[str, torch.Tensor] = {}
@@ -280,8 +287,8 @@ def _backward(
 
 
 class PlainPasses:
-    """Passes of plain transformers in one process, that an objective makes its loss of. summed: the
-    values that the objective added up over all samples of a step, if any."""
+    """Passes of plain transformers in one process, from which an objective computes its loss.
+    summed: the last values that the objective summed over replicas; None if it sums none."""
 
     reports_loss = True
 
@@ -292,7 +299,8 @@ class PlainPasses:
     def cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Return the loss of the next token, summed over targets, with the terms of the run."""
+        """Return the loss of the next token, summed over targets, with the terms of the run; and
+        the model's outputs."""
         outputs, logits = _outputs(self._model, batch)
         is_target = batch.labels != IGNORED_LABEL
         logits, labels = logits[is_target].float(), batch.labels[is_target]
@@ -317,7 +325,8 @@ class PlainPasses:
     def log_probabilities(
         self, batch: MicroBatch, moved: MicroBatch
     ) -> tuple[torch.Tensor, list[Any]]:
-        """Return the log-probability per target, float32 [R, T]; 0 elsewhere."""
+        """Return the log-probability per target, float32 [R, T], 0 elsewhere; and the model's
+        outputs."""
         outputs, logits = _outputs(self._model, batch)
         target_ids = batch.labels.clamp(min=0).unsqueeze(-1)
         values = logits.float().log_softmax(-1).gather(-1, target_ids).squeeze(-1)
@@ -337,7 +346,8 @@ class PlainPasses:
         """Yield every micro-batch twice, since there is no other device, and the log-probability
         per row, float32 [R]. Dropout is off anyway."""
         for batch in batches:
-            yield batch, batch, self.log_probabilities(batch, batch)[0].sum(-1)
+            log_probs, _ = self.log_probabilities(batch, batch)
+            yield batch, batch, log_probs.sum(-1)
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values`: there is one process."""
@@ -350,14 +360,14 @@ class PlainPasses:
 
 
 def _with_remainder(top_k: torch.Tensor) -> torch.Tensor:
-    """Append the remaining probability, of all other tokens, to the probabilities of k tokens: [N,
+    """Return the probabilities of k tokens, [N, k], and of every further token together: [N,
     k + 1]."""
     return torch.cat([top_k, 1 - top_k.sum(-1, keepdim=True)], -1)
 
 
 def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
-    """Return plain transformers' outputs, and logits [B, T, V]; isolated documents pass one by
-    one."""
+    """Return plain transformers' outputs, and logits [B, T, V]. If documents are isolated, each
+    document has a forward pass, and so an output."""
     outputs: list[Any] = []
 
     def logits_of(ids: torch.Tensor) -> torch.Tensor:
@@ -369,8 +379,8 @@ def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
         return outputs, logits_of(batch.input_ids)
     samples = []
     for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
-        edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
-        documents = ids.split([stop - start for start, stop in pairwise(edges)])
+        bounds = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]  # positions restart
+        documents = ids.split([stop - start for start, stop in pairwise(bounds)])
         samples.append(torch.cat([logits_of(document[None])[0] for document in documents]))
     return outputs, torch.stack(samples)
 
@@ -378,8 +388,8 @@ def _outputs(model: Any, batch: MicroBatch) -> tuple[list[Any], torch.Tensor]:
 def _weights(
     model: nn.Module, masters: dict[str, torch.Tensor], terms: RouterTerms
 ) -> dict[str, torch.Tensor]:
-    """Return masters, frozen parameters (of no adapters' base, which no run saves) and selection
-    biases."""
+    """Return masters, frozen parameters and selection biases; with adapters without the frozen
+    parameters, which no run saves."""
     parameters = dict(model.named_parameters())
     if any(".lora_" in name for name in masters):
         parameters = {name: parameters[name] for name in masters}
@@ -392,8 +402,8 @@ def _weights(
 
 def layer_outputs(model: torch.nn.Module, forward: Callable[[], object]) -> dict[str, float]:
     """Return the sum of squares of the output of every layer of `model` during `forward`, by name.
-    Layers of other pipeline stages, which have no parameters here, are not included. Sums over
-    tokens: the sums of disjoint batches or parts add up."""
+    Layers of other pipeline stages, which have no parameters here, are not included. The sums of
+    disjoint batches, or parts of tokens, add up."""
     sums: dict[str, float] = {}
 
     def record(name: str, _layer: object, _inputs: object, output: Any) -> None:

@@ -23,22 +23,22 @@ AUXILIARY, Z_LOSS, BIAS_RATE = 0.5, 0.05, 0.02
 
 @dataclass(frozen=True)
 class StepDivision:
-    """Division of a step by a topology: samples of a rank's micro-batch, ranks with other
+    """Division of a step by a topology: samples of a rank's micro-batch, and ranks with different
     samples."""
 
     micro_batch_size: int
     data_size: int
 
     def chunks(self, samples: int, section: MoeSection) -> list[torch.Tensor]:
-        """Return the samples over which a router loss is computed at once: a rank's samples, or
-        every rank's."""
+        """Return groups of samples, for each of which a router loss is computed: the micro-batch of
+        a rank, or the micro-batches of all ranks."""
         size = self.micro_batch_size
         if section.auxiliary_loss == "global_batch":
             size *= self.data_size
         return list(torch.arange(samples).split(size))
 
 
-def can_be_put_together(model: Any) -> bool:
+def can_join_forward_passes(model: Any) -> bool:
     """Return whether the auxiliary loss can be computed from the logits of several forward
     passes."""
     return hasattr(sys.modules[type(model).__module__], _FORMULA) and hasattr(
@@ -49,8 +49,13 @@ def can_be_put_together(model: Any) -> bool:
 _FORMULA = "load_balancing_loss_func"
 
 
+def _router_logits(outputs: Sequence[Any]) -> torch.Tensor:
+    """Return the router logits of all layers and passes, [tokens, experts]."""
+    return torch.cat([layer for output in outputs for layer in output.router_logits])
+
+
 class RouterTerms:
-    """Router terms of a plain model in training."""
+    """Router losses, and selection biases if the run updates them, of a plain model in training."""
 
     def __init__(self, model: Any, section: MoeSection, sequence_length: int) -> None:
         self._model, self._section = model, section
@@ -80,31 +85,33 @@ class RouterTerms:
         self._counts.clear()
 
     def of(self, outputs: Sequence[Any]) -> torch.Tensor:
-        """Return the loss to add for one chunk of samples, from the model's outputs for its
-        parts."""
+        """Return the router losses of a chunk of samples, from the outputs of its forward
+        passes."""
         total = torch.zeros(())
         if self._coefficient:
             total = total + self._coefficient * self._auxiliary(outputs)
         if self._section.z_loss_coefficient:
-            logits = torch.cat([layer for output in outputs for layer in output.router_logits])
-            square = logits.float().exp().sum(-1).log().square().mean()
-            total = total + self._section.z_loss_coefficient * square
+            z_loss = _router_logits(outputs).float().exp().sum(-1).log().square().mean()
+            total = total + self._section.z_loss_coefficient * z_loss
         return total
 
     def _auxiliary(self, outputs: Sequence[Any]) -> torch.Tensor:
+        """Return the load-balancing loss, without its coefficient."""
         model = self._model
         if self._section.auxiliary_loss == "global_batch":
-            logits = torch.cat([layer for output in outputs for layer in output.router_logits])
-            top_k = int(model.config.num_experts_per_tok)
-            is_routed = F.one_hot(logits.topk(top_k, -1).indices, logits.shape[-1]).sum(1).float()
+            # experts * sum(f_i P_i), with the fractions f of the step so far.
+            logits = _router_logits(outputs)
+            top_k, num_experts = int(model.config.num_experts_per_tok), logits.shape[-1]
+            is_routed = F.one_hot(logits.topk(top_k, -1).indices, num_experts).sum(1).float()
             self._is_routed.append(is_routed)
             fractions = torch.cat(self._is_routed).mean(0)
-            return logits.shape[-1] * (fractions * logits.softmax(-1).mean(0)).sum()
+            return num_experts * (fractions * logits.softmax(-1).mean(0)).sum()
         if len(outputs) == 1:
             return cast(torch.Tensor, outputs[0].aux_loss)
-        layers = zip(*(output.router_logits for output in outputs), strict=True)
+        # transformers' formula, on the logits of all passes.
         formula = getattr(sys.modules[type(model).__module__], _FORMULA)
-        logits_by_layer = tuple(map(torch.cat, layers))
+        passes_by_layer = zip(*(output.router_logits for output in outputs), strict=True)
+        logits_by_layer = tuple(map(torch.cat, passes_by_layer))
         loss = formula(logits_by_layer, model.num_experts, model.num_experts_per_tok)
         return cast(torch.Tensor, loss)
 
@@ -116,12 +123,12 @@ class RouterTerms:
             step = self._section.bias_update_rate * (counts.mean() - counts).sign()
             bias.tensor.add_(step.to(bias.tensor.dtype).view_as(bias.tensor))
 
-    def _count(self, name: str, module: Any, inputs: Any, named: Any) -> None:
+    def _count(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
+        """Count the tokens of each expert, before a forward pass of the experts `name`."""
         if not module.training:
             return
-        expert_ids = named["top_k_index"] if "top_k_index" in named else inputs[1]
-        num_experts = int(module.num_experts)
-        counted = F.one_hot(
-            expert_ids.flatten().clamp(max=num_experts).long(), num_experts + 1
-        ).sum(0)[:-1]
-        self._counts[name] = self._counts.get(name, torch.zeros_like(counted)) + counted
+        expert_ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        num_experts = int(module.num_experts)  # larger ids count for an extra one, then dropped
+        expert_ids = expert_ids.flatten().clamp(max=num_experts).long()
+        counts = F.one_hot(expert_ids, num_experts + 1).sum(0)[:-1]
+        self._counts[name] = self._counts.get(name, torch.zeros_like(counts)) + counts

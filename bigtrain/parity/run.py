@@ -42,10 +42,10 @@ def run_parity(
     report: Callable[[Point, Verdict | None], None],
 ) -> bool:
     """Compare every legal topology of `world_size` ranks; call `report` for every point, with None
-    for a refused one, and `say` with the proxy's notes first.
+    for a refused point, and `say` with the proxy's notes first.
 
-    Returns whether all passed; a crashed topology has failed, and all other topologies continue. A
-    setting in which an error would not show is a line of `say`, and then the result is False.
+    Returns whether all passed; a crashed topology has failed, and the next topologies continue. For
+    a setting in which an error would not be detected, `say` gets a line, and the result is False.
     Raises ModelError if no proxy model can be built or plain transformers fails, ConfigError as
     `shrink`, LaunchError if no process starts, BigtrainError if every topology is refused.
     """
@@ -55,6 +55,7 @@ def run_parity(
             proxy = shrink(config, world_size, directory / "model")
         for note in proxy.notes:
             say(note)
+        # Report refused topologies first.
         all_points = points(proxy, world_size)
         for point in all_points:
             if point.is_wrong:
@@ -110,9 +111,10 @@ def reordered_of(point: Point, world_size: int) -> Sequence[TrainingTrace]:
 
 
 def _key(point: Point) -> str:
-    """Return the cache key of a reference: equal for all points of a dtype."""
-    parallel = RunConfig.model_fields["parallel"].default
-    return point.config.model_copy(update={"parallel": parallel}).model_dump_json()
+    """Return the cache key of a reference: the run without degrees, equal for the points of a
+    dtype."""
+    without_degrees = RunConfig.model_fields["parallel"].default
+    return point.config.model_copy(update={"parallel": without_degrees}).model_dump_json()
 
 
 @cache
@@ -130,9 +132,9 @@ def _reference(
 def train_points(
     legal: Sequence[Point], world_size: int, directory: Path
 ) -> list[tuple[Point, TrainingTrace | str]]:
-    """Train every legal point in a world of `world_size` ranks; yield the first line of the error
-    for one that crashes. Later points train in a new world. Raises LaunchError with the end of the
-    ranks' output if they fail before the first point."""
+    """Train the `legal` points in worlds of `world_size` ranks; return for each its trace, or the
+    first line of the error if it crashes. Raises LaunchError with the end of the ranks' output if
+    they fail before the first point."""
     directories = [directory / f"point{number}" for number in range(len(legal))]
     cases = [
         {
@@ -174,6 +176,7 @@ def train_points(
 
 
 def _read_trace(directory: Path) -> TrainingTrace:
+    """Return the measurements that the worker wrote for a point."""
     scalars = json.loads((directory / "figures.json").read_text())
     first, last = (read_full_masters(directory / step) for step in ("first", "last"))
     for key, average in read_full(directory / "last", (MASTER, AVERAGE)).items():

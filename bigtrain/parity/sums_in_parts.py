@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class SumsInParts(TorchFunctionMode):
-    """Inside, linear layers add up `num_parts` partial sums, as that many ranks would. Over inputs
-    in the forward pass; over outputs, and over tokens, for the gradients."""
+    """Make linear layers add up `num_parts` partial sums inside the context, as `num_parts` ranks
+    would: over inputs in the forward pass; over outputs, and over tokens, for the gradients."""
 
     def __init__(self, num_parts: int) -> None:
         super().__init__()
@@ -51,6 +51,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """Return ``a @ b`` as a sum of `num_parts` partial products."""
     pairs = zip(a.tensor_split(num_parts, -1), b.tensor_split(num_parts, 0), strict=True)
     total, *products = (columns @ rows for columns, rows in pairs)
     for product in products:

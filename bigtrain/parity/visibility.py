@@ -15,18 +15,18 @@ from bigtrain.settings.sections.base import Section
 
 _SECTIONS = ("objective", "moe", "optimizer", "adapters")
 _FACTOR = 0.9
-"""Factor of a setting whose change must be visible."""
+"""Factor on a setting: this change of it must be visible."""
 _MARGIN = 1e-3
-"""Least distance from a threshold, on either side."""
+"""Least distance of a step's value from a threshold, on either side."""
 
 
 def with_crossed_clipping(config: RunConfig) -> RunConfig:
     """Return `config` with a clipping norm between the norms of the steps, if it clips."""
     if not config.optimizer.clip_norm:
         return config
-    (trace,) = train_reference(_with(config, "optimizer", clip_norm=0.0))
-    middle = (min(trace.norms) * max(trace.norms)) ** 0.5
-    return _with(config, "optimizer", clip_norm=float(f"{middle:.4g}"))
+    (trace,) = train_reference(_with_values(config, "optimizer", clip_norm=0.0))
+    geometric_mean = (min(trace.norms) * max(trace.norms)) ** 0.5
+    return _with_values(config, "optimizer", clip_norm=float(f"{geometric_mean:.4g}"))
 
 
 def invisible_settings(config: RunConfig) -> list[str]:
@@ -39,15 +39,15 @@ def invisible_settings(config: RunConfig) -> list[str]:
         if compare([reference], trace, reordered).passed:
             lines.append(f"{key}: an error of a tenth would pass as rounding")
     for name, distances in reference.distances.items():
-        for side, nearest in (("above", max(distances)), ("below", -min(distances))):
-            if nearest < _MARGIN:
+        for side, farthest in (("above", max(distances)), ("below", -min(distances))):
+            if farthest < _MARGIN:
                 lines.append(f"{name}: no step is {side} the threshold")
     return lines
 
 
 def _changed_settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield `config` with one number changed, by the number's key. Numbers that are 0, and those
-    that the run does not read, which its validation refuses, are not changed."""
+    """Yield the key of a number, and `config` with only this number changed. Numbers that are 0,
+    and numbers that the run does not read, whose change its validation refuses, are omitted."""
     for name in _SECTIONS:
         section = getattr(config, name)
         if section is None:
@@ -56,7 +56,7 @@ def _changed_settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
             if (name, key) == ("optimizer", "lr"):  # `RATES` are used instead
                 continue
             try:
-                yield f"{name}.{key}", _with(config, name, **values)
+                yield f"{name}.{key}", _with_values(config, name, **values)
             except ValidationError:
                 continue
 
@@ -79,7 +79,7 @@ def _changed_values(section: Section) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"{key}.{inner_key}", {key: {**dict(value), **inner}}
 
 
-def _with(config: RunConfig, name: str, **values: object) -> RunConfig:
+def _with_values(config: RunConfig, name: str, **values: object) -> RunConfig:
     """Return `config` with other values in the section `name`. Raises ValidationError for values
     that it does not read."""
     section = getattr(config, name)

@@ -66,12 +66,14 @@ def train_case(case: dict[str, Any], world: World, device: torch.device) -> None
         engine.teach = LiveTeacher(frozen, top, {})
     # Outputs of layers name the first difference, before any update.
     first = micro_batches(config, run.plan, 0, coordinates.data_rank)
-    outputs = layer_outputs(engine.module, lambda: engine.evaluate(first))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, outputs if coordinates.tensor_rank == 0 else {})
+    rank_sums = layer_outputs(engine.module, lambda: engine.evaluate(first))
+    if coordinates.tensor_rank != 0:  # tensor-parallel ranks have equal outputs
+        rank_sums = {}
+    sums_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sums_by_rank, rank_sums)
     layers: dict[str, float] = {}
-    for part in gathered:
-        for name, value in part.items():
+    for sums in sums_by_rank:
+        for name, value in sums.items():
             layers[name] = layers.get(name, 0.0) + value
     # Train; the first update and the last are compared by weights.
     losses, norms = [], []
@@ -101,9 +103,9 @@ def main() -> None:
                 with destroyed_groups():
                     train_case(case, world, joined.device)
             except Exception as error:
-                file = Path(case["directory"]) / f"error{world.rank}"
-                line = next(iter(str(error).strip().splitlines()), "")
-                file.write_text(f"{type(error).__name__}: {line}"[:300])
+                error_file = Path(case["directory"]) / f"error{world.rank}"
+                first_line = next(iter(str(error).strip().splitlines()), "")
+                error_file.write_text(f"{type(error).__name__}: {first_line}"[:300])
                 traceback.print_exc()
                 exit_process(1)  # otherwise other ranks would wait for this process to unload
 

@@ -94,7 +94,7 @@ class OuterSteps:
             state.outer_steps,
             state.step,
             is_new=state.step == 0,
-            under_way=state.outer_sent,
+            pending_fragment=state.outer_sent,
             tokens_seen=state.outer_tokens,
         )
         return self._moved(state)
@@ -140,13 +140,13 @@ class OuterSteps:
             outer_tokens=record.tokens_seen,
             outer_ended=record.ended_step,
             outer_sites=record.sites or (state.outer_sites if is_same else ()),
-            outer_sent=self._step.under_way,
+            outer_sent=self._step.pending_fragment,
         )
         # Sites that are ahead have trained the steps that this site skips.
-        if self._step.step is None or self._step.step <= state.step:
+        if self._step.continue_at is None or self._step.continue_at <= state.step:
             return state
-        plan, missed = self._context.plan, self._step.step - state.step
-        steps = min(self._step.step, self._context.config.train.total_steps)
+        plan, missed = self._context.plan, self._step.continue_at - state.step
+        steps = min(self._step.continue_at, self._context.config.train.total_steps)
         return replace(
             state,
             step=steps,

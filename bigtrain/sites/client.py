@@ -55,15 +55,16 @@ class ServerClient:
                 http.client.HTTPSConnection, parts.hostname, parts.port, context=tls
             )
         self._token = token
-        self._instance = self._session = ""
+        # The ids of the server's start and of a session, empty before `hello`.
+        self._instance, self._session = "", ""
         self._sequence = 0
         self.num_bytes = 0
 
     def clone(self) -> ServerClient:
         """Return a client of this server for another thread."""
         client = copy.copy(self)
-        client._instance = client._session = ""
-        client._sequence = client.num_bytes = 0
+        client._instance, client._session = "", ""
+        client._sequence, client.num_bytes = 0, 0
         return client
 
     def ask(
@@ -86,7 +87,8 @@ class ServerClient:
                 status, reply, content = self._try(action, body, min(remaining_seconds, silence))
             except (OSError, http.client.HTTPException, CorruptMessageError) as error:
                 failure = f"{type(error).__name__}: {error}"
-                # It may have refused the headers, and closed before the body was through.
+                # The server may have refused the headers, and closed before the body was sent:
+                # the next try begins a new session.
                 self._instance = ""
             else:
                 if status == protocol.OK:
@@ -122,21 +124,17 @@ class ServerClient:
             connection.request("POST", f"/{action}", body, headers)
             response = connection.getresponse()
             content = response.read(protocol.MOST_BYTES + 1)
-            signature = response.headers.get(protocol.SIGNATURE, "")
+            reply_signature = response.headers.get(protocol.SIGNATURE, "")
             status = response.status
         finally:
             connection.close()
-        if not signature:  # of a proxy, or of a server in trouble
+        if not reply_signature:  # the reply of a proxy, or of a server that failed
             raise http.client.HTTPException(f"status {status} that the server did not sign")
         header, payload = protocol.unpack(content)
-        if not protocol.is_equal(
-            protocol.sign(self._token, f"reply {status}", nonce, content), signature
-        ):
-            return (
-                protocol.FORGED,
-                {"error": "the reply is not signed with sites.token_file"},
-                payload,
-            )
+        expected = protocol.sign(self._token, f"reply {status}", nonce, content)
+        if not protocol.is_equal(expected, reply_signature):
+            forged = {"error": "the reply is not signed with sites.token_file"}
+            return protocol.FORGED, forged, payload
         return status, header, payload
 
 

@@ -20,15 +20,15 @@ class FloatCodec:
     keeps_error: bool = False
 
     def num_bytes(self, num_elements: int) -> int:
-        """Bytes of a row of so many elements."""
+        """Return the bytes of a row of `num_elements` elements."""
         return num_elements * self.dtype.itemsize
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Bytes of `values`, rounded to nearest; a view where nothing is rounded."""
+        """Return the bytes of `values`, rounded to nearest; a view where nothing is rounded."""
         return values.to(self.dtype).contiguous().view(torch.uint8)
 
     def decode(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """The values of `codes`; a view where the codes are float32."""
+        """Return the values of `codes`; a view where the codes are float32."""
         values = codes.view(self.dtype).float()
         assert values.shape[1] == num_elements
         return values
@@ -45,7 +45,7 @@ class BlockCodec:
     The scale is the block's largest magnitude over ``2^(bits-1) - 1``, so a value is off by half a
     scale at most. A row is its scales, then its integers (two to a byte for 4 bits, the first in
     the low half), filled up to a multiple of 4 bytes. A block with a value that is not finite
-    decodes to values that are not.
+    decodes to values that are not finite.
     """
 
     bits: int
@@ -59,12 +59,13 @@ class BlockCodec:
         return (1 << (self.bits - 1)) - 1
 
     def num_bytes(self, num_elements: int) -> int:
-        """Bytes of a row of so many elements."""
-        num_codes = -(-num_elements * self.bits // 8)
-        return _SCALE_BYTES * self.num_blocks(num_elements) + num_codes + -num_codes % 4
+        """Return the bytes of a row of `num_elements` elements."""
+        integer_bytes = -(-num_elements * self.bits // 8)
+        padding_bytes = -integer_bytes % 4
+        return _SCALE_BYTES * self.num_blocks(num_elements) + integer_bytes + padding_bytes
 
     def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales [R, blocks], float32, and integers [R, N], int8, of `values` [R, N]."""
+        """Return scales [R, blocks], float32, and integers [R, N], int8, of `values` [R, N]."""
         rows, num_elements = values.shape
         num_blocks = self.num_blocks(num_elements)
         blocks = torch.zeros(rows, num_blocks * self.block)
@@ -77,7 +78,7 @@ class BlockCodec:
         return scales, integers.view(rows, -1)[:, :num_elements]
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Bytes of `values`, rounded to nearest."""
+        """Return the bytes of `values`, rounded to nearest."""
         rows, num_elements = values.shape
         scales, integers = self.quantize(values)
         codes = torch.zeros(rows, self.num_bytes(num_elements), dtype=torch.uint8)
@@ -88,7 +89,7 @@ class BlockCodec:
         return codes
 
     def decode(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """The values of `codes`: one product each."""
+        """Return the values of `codes`: scale times integer."""
         return self.dequantize(*self._split(codes, num_elements))
 
     def is_canonical(self, codes: torch.Tensor, num_elements: int) -> bool:
@@ -97,8 +98,9 @@ class BlockCodec:
         scales, integers = self._split(codes, num_elements)
         if not integers.numel():
             return True
-        is_scale = is_finite(scales) and bool((scales >= 0).all())
-        return is_scale and int(integers.min()) >= -self.levels
+        are_scales_valid = is_finite(scales) and bool((scales >= 0).all())
+        # The range of `quantize` is symmetric: it never makes the smallest integer, -levels - 1.
+        return are_scales_valid and int(integers.min()) >= -self.levels
 
     def _split(self, codes: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
         begin = _SCALE_BYTES * self.num_blocks(num_elements)
@@ -106,7 +108,7 @@ class BlockCodec:
         return scales, self.unpack(codes[:, begin:], num_elements)
 
     def dequantize(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
-        """Float32 values [R, N] of the scales and integers of `quantize`."""
+        """Return the float32 values [R, N] of the scales and integers of `quantize`."""
         rows, num_elements = integers.shape
         values = torch.zeros(rows, scales.shape[1] * self.block)
         values[:, :num_elements] = integers
@@ -114,25 +116,25 @@ class BlockCodec:
         return values[:, :num_elements]
 
     def num_blocks(self, num_elements: int) -> int:
-        """Blocks of a row of so many elements."""
+        """Return the blocks of a row of `num_elements` elements."""
         return -(-num_elements // self.block)
 
     def pack(self, integers: torch.Tensor) -> torch.Tensor:
-        """Bytes of integers [R, N]."""
+        """Return the bytes of integers [R, N]."""
         if self.bits == 8:
             return integers.contiguous().view(torch.uint8)
-        halves = (integers & 15).view(torch.uint8)
-        if halves.shape[1] % 2:
-            halves = torch.nn.functional.pad(halves, (0, 1))
-        return halves[:, ::2] | (halves[:, 1::2] << 4)
+        nibbles = (integers & 15).view(torch.uint8)
+        if nibbles.shape[1] % 2:
+            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+        return nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
 
     def unpack(self, codes: torch.Tensor, num_elements: int) -> torch.Tensor:
-        """Integers [R, num_elements], int8, of the bytes of `pack`."""
+        """Return the integers [R, num_elements], int8, of the bytes of `pack`."""
         if self.bits == 8:
             return codes[:, :num_elements].contiguous().view(torch.int8)
         codes = codes[:, : -(-num_elements // 2)]
-        halves = torch.stack([codes & 15, codes >> 4], 2).view(len(codes), -1)[:, :num_elements]
-        return (halves.to(torch.int8) ^ 8) - 8  # the fourth bit is the sign
+        nibbles = torch.stack([codes & 15, codes >> 4], 2).view(len(codes), -1)[:, :num_elements]
+        return (nibbles.to(torch.int8) ^ 8) - 8  # sign-extends the fourth bit
 
 
 def is_finite(values: torch.Tensor) -> bool:
@@ -147,8 +149,8 @@ Codec = FloatCodec | BlockCodec
 """Encoding of rows of values [R, N] as bytes [R, num_bytes(N)], the same on every machine.
 
 is_relative: whether the values are differences to the global weights, which are the same on all
-sites before an outer step; else they are the weights themselves. keeps_error: whether what rounding
-has lost is added to the next values (error feedback).
+sites before an outer step; else they are the weights themselves. keeps_error: whether the rounding
+error is added to the next values (error feedback).
 """
 
 CODECS: dict[str, Codec] = {
@@ -162,10 +164,10 @@ CODECS: dict[str, Codec] = {
 
 
 def sent_bytes(num_elements: int, num_sites: int, codec: str) -> int:
-    """Bytes that one rank sends to exchange `num_elements` at once, without headers.
+    """Return the bytes that one rank sends to exchange `num_elements` at once, without headers.
 
     It sends ``S - 1`` parts of ``ceil(N / S)`` elements to the ranks that take their means, and the
     mean of one part to ``S - 1`` ranks. It receives as many.
     """
-    part = -(-num_elements // num_sites)
-    return 2 * (num_sites - 1) * CODECS[codec].num_bytes(part)
+    part_size = -(-num_elements // num_sites)
+    return 2 * (num_sites - 1) * CODECS[codec].num_bytes(part_size)

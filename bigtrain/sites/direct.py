@@ -6,8 +6,9 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,20 +16,25 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.torch_patches import gloo_group
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.attempt import Attempt
+from bigtrain.sites.attempt import Attempt, BucketState
 from bigtrain.sites.client import DetachedError
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.contribution import UnusableSiteError
 from bigtrain.sites.exchange import SiteGroup, Tensors, WeightExchange, rectangles_of
 from bigtrain.sites.membership import Membership, ServerStore
-from bigtrain.sites.outer_state import OuterState, held_twice
+from bigtrain.sites.outer_state import OuterState, replicated_names
 from bigtrain.sites.protocol import Header, RoundPlan, digest_of
 from bigtrain.sites.site_ranks import SiteRanks
 
-_ENTERED = ("number", "step", "last_step", "fragment", "is_last", "tokens", "tokens_seen")
-"""Fields of an `Attempt` that the request to enter it has."""
-_Failure = tuple[str, int | None]
-"""Why a transfer failed, empty if it did not; the site whose values cannot be used, if any."""
+_ENTRY_FIELDS = ("number", "step", "last_step", "fragment", "is_last", "tokens", "tokens_seen")
+"""Fields of an `Attempt` that are sent with the request to enter it."""
+
+
+class _Failure(NamedTuple):
+    """Why transfers failed, empty if they did not; the site whose values cannot be used, if any."""
+
+    reason: str = ""
+    unusable_site: int | None = None
 
 
 class DirectSteps:
@@ -36,7 +42,7 @@ class DirectSteps:
     votes, and the step counts if the server commits it, for all its members or for none.
 
     membership: None for a single site, which has nothing to exchange. on_wait: called on the main
-    rank while the other sites train and this one waits.
+    rank while other sites train and this site waits.
     """
 
     def __init__(
@@ -52,13 +58,13 @@ class DirectSteps:
         self._ranks = ranks
         self._membership = membership
         # Parameters replicated inside a site are sent in float32 by every site.
-        self._plain = sorted(held_twice(engine)) if CODECS[sites.codec].keeps_error else []
+        self._plain = sorted(replicated_names(engine)) if CODECS[sites.codec].keeps_error else []
         self.state = OuterState(engine, sites, self._plain)
         self._exchange: WeightExchange | None = None
         self._generation: str | None = None
 
     def begin(self, header: Header) -> None:
-        """Join the other sites by a request with the fields of `header`. Raises LaunchError."""
+        """Join the run by a request with the fields of `header`. Raises LaunchError."""
         membership = self._membership
         if membership is None:
             return
@@ -81,23 +87,26 @@ class DirectSteps:
             attempt.detach_reason = str(error)
 
     def _make(self, attempt: Attempt) -> None:
+        """Enter, make the transfers of the plan, vote, and set the results of the verdict."""
         started_at = time.perf_counter()
         plan = self._plan(attempt)
         attempt.waited = time.perf_counter() - started_at
         if plan.refusal:
             raise LaunchError(plan.refusal)
-        text, unusable = "sites hold other parameters several times than before", None
+        # Parameters that any site replicates are sent in float32 by every site.
+        failure = _Failure("sites hold other parameters several times than before")
         has_same_plain = self.state.plain == set(plan.plain)
         if has_same_plain:
-            text, unusable = self._exchanged(attempt, plan)
-        # The outer step counts for all members or for none, as the server decides.
-        membership, is_committed = self._membership, not text
-        if membership is not None:  # detach_reason without the server's answer: it does not count
-            is_committed = self._ranks.on_main(
-                lambda: membership.commit(plan.attempt, is_done=not text, unusable=unusable)
-            )
+            failure = self._try_transfers(attempt, plan)
+        # The outer step counts for all members or for none, as the server decides. Without the
+        # server's answer DetachedError is raised, and the outer step does not count here.
+        membership, is_committed = self._membership, not failure.reason
+        if membership is not None:
+            is_done, unusable = is_committed, failure.unusable_site
+            vote = partial(membership.commit, plan.attempt, is_done=is_done, unusable=unusable)
+            is_committed = self._ranks.on_main(vote)
         if not is_committed:
-            attempt.failure = text or "another site was lost"
+            attempt.failure = failure.reason or "another site was lost"
             self._close()
             if not has_same_plain and membership is not None:
                 # Take over what other sites send in float32, for the next attempt.
@@ -112,50 +121,54 @@ class DirectSteps:
         membership = self._membership
         if membership is None:
             return _plan_of_only_site(attempt, self.state.plain)
-        checksum = sum(self._ranks.gathered(self.state.checksum())) % (1 << 64)
-        entry = {name: getattr(attempt, name) for name in _ENTERED}
+        checksum = sum(self._ranks.all_gather(self.state.checksum())) % (1 << 64)
+        entry = {name: getattr(attempt, name) for name in _ENTRY_FIELDS}
         entry["digest"] = f"{checksum:016x}"
-        # In a thread, waiting is not what the training thread does.
+        # An attempt in a thread does not report waiting: the main thread trains.
         on_wait = self._on_wait if attempt.future is None else None
         return self._ranks.on_main(lambda: membership.enter(entry, on_wait))
 
-    def _exchanged(self, attempt: Attempt, plan: RoundPlan) -> _Failure:
-        """Make the transfers of the plan; changes only the attempt. Collective over the site."""
+    def _try_transfers(self, attempt: Attempt, plan: RoundPlan) -> _Failure:
+        """Make the transfers of the plan; return why they failed on a rank, with preference for a
+        failure that names a site. Changes only the attempt. Collective over the site."""
         layouts = None
         if plan.generation != self._generation:
             self._close()
             layouts = self._layouts(attempt, plan)
 
-        def work() -> _Failure:
+        def transfer() -> _Failure:
             try:
                 if layouts is not None:
                     self._open(plan, layouts)
                 self._transfer(attempt, plan)
             except UnusableSiteError as error:
                 site = plan.members[error.position]
-                return f"site {site} sent {error}", site
+                return _Failure(f"site {site} sent {error}", site)
             except (RuntimeError, DetachedError) as error:
-                return (
+                return _Failure(
                     "a site was lost, cannot be reached on any port of its hosts, or took longer "
                     f"than sites.timeout_seconds = {self._sites.timeout_seconds:g}: {error}"
-                ), None
-            return "", None
+                )
+            return _Failure()
 
-        failures = self._ranks.gathered(self._ranks.agreed(work))
-        failures = [failure for failure in failures if failure[0]]
-        return max(failures, key=lambda failure: failure[1] is not None, default=("", None))
+        rank_results = self._ranks.all_gather(self._ranks.on_all(transfer))
+        failures = [result for result in rank_results if result.reason]
+        return max(failures, key=lambda f: f.unusable_site is not None, default=_Failure())
 
     # Layouts and groups of ranks
 
     def _layout_document(self) -> bytes:
-        """Return the rectangles of all ranks of this site, in order and with a checksum, as JSON.
+        """Return the rectangles of every rank of this site, in order and with a checksum, as JSON.
         Collective over the site."""
-        rank_layout = {"parts": self.state.layout(), "rectangles": rectangles_of(self.state)}
-        return json.dumps({"ranks": self._ranks.gathered(rank_layout)}).encode()
+        rank_layout = {
+            "parts": self.state.layout_checksum(),
+            "rectangles": rectangles_of(self.state),
+        }
+        return json.dumps({"ranks": self._ranks.all_gather(rank_layout)}).encode()
 
     def _layouts(self, attempt: Attempt, plan: RoundPlan) -> list[list[Any]]:
-        """Return, by member and rank, the rectangles; empty if the layouts of all members are
-        equal. Collective over the site."""
+        """Return the rectangles of every member, by rank, as JSON; empty if the layouts of all
+        members are equal. Collective over the site."""
         if len(set(plan.layouts.values())) <= 1:
             return []
         membership = self._membership
@@ -201,7 +214,7 @@ class DirectSteps:
         self._exchange, self._generation = exchange, plan.generation
 
     def _close(self) -> None:
-        """Close the connections, so that no other rank waits for this one."""
+        """Close the connections by dropping their groups, so that no rank waits for this rank."""
         self._exchange, self._generation = None, None
 
     # Transfers
@@ -210,47 +223,49 @@ class DirectSteps:
         """Transfer this rank's part. Raises UnusableSiteError, RuntimeError."""
         exchange = self._exchange
         assert exchange is not None
-        before = exchange.num_bytes
-        exchange.set_weights(plan.weights)
-        received: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
+        bytes_before = exchange.num_bytes
+        exchange.set_site_weights(plan.weights)
+        # First the global weights of sites that are behind.
+        received: list[list[BucketState]] = []
         if plan.takers and self._sites.index in (plan.donor, *plan.takers):
-            received = self._sent_states(plan, exchange)
+            received = self._transfer_states(plan, exchange)
             if received:
                 attempt.received = list(chain.from_iterable(received))
+        # Then the means of a fragment.
         if plan.fragment is not None:
             buckets = list(self.state.buckets(plan.fragment))
             local: Tensors = attempt.local or [None] * len(buckets)
             weights = [bucket.weights for bucket in buckets]
             errors = [None if bucket.error is None else bucket.error.clone() for bucket in buckets]
-            if received:  # this site's own change does not count
-                local = weights = [
-                    received_weights for received_weights, _ in received[plan.fragment]
-                ]
+            if received:  # this site's own change does not count: it has the received weights
+                weights = [state.weights for state in received[plan.fragment]]
+                local = weights
                 errors = [None if error is None else torch.zeros_like(error) for error in errors]
             attempt.means = exchange.means(plan.fragment, buckets, local, weights, errors)
             attempt.errors = errors
-        attempt.num_bytes = exchange.num_bytes - before
+        attempt.num_bytes = exchange.num_bytes - bytes_before
 
-    def _sent_states(
+    def _transfer_states(
         self, plan: RoundPlan, exchange: WeightExchange
-    ) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
-        """Send or receive global weights and momentum, by fragment and bucket; return copies on
-        a site that receives, else nothing."""
+    ) -> list[list[BucketState]]:
+        """Send or receive global weights and momentum. Return the received states by fragment and
+        bucket on a site that takes them; an empty list on the donor."""
         is_taker = self._sites.index in plan.takers
         donor = plan.members.index(plan.donor)
         takers = [plan.members.index(site) for site in plan.takers]
         received = []
+        # Takers receive into copies, since the outer step may not count.
         for fragment in range(self.state.num_fragments):
             buckets = list(self.state.buckets(fragment))
             weights = [bucket.weights.clone() if is_taker else bucket.weights for bucket in buckets]
             exchange.send(fragment, weights, donor, takers)
-            momentum: list[torch.Tensor | None] = [None] * len(buckets)
-            if self.state.momentum is not None:
+            momenta: list[torch.Tensor | None] = [None] * len(buckets)
+            if self.state.momentum is not None:  # then every bucket has one
                 sent = [bucket.momentum for bucket in buckets if bucket.momentum is not None]
-                sent = [state.clone() for state in sent] if is_taker else sent
+                sent = [momentum.clone() for momentum in sent] if is_taker else sent
                 exchange.send(fragment, sent, donor, takers)
-                momentum = [*sent]
-            received.append(list(zip(weights, momentum, strict=True)))
+                momenta = [*sent]
+            received.append(list(map(BucketState, weights, momenta)))
         return received if is_taker else []
 
 

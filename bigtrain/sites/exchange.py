@@ -24,31 +24,36 @@ from bigtrain.sites.contribution import (
     refuse_norm,
 )
 from bigtrain.sites.metrics import square
-from bigtrain.sites.outer_state import ELEMENTS_AT_ONCE, Bucket, OuterState, packed, unpacked
+from bigtrain.sites.outer_state import (
+    ELEMENTS_AT_ONCE,
+    Bucket,
+    OuterState,
+    pack_views,
+    unpack_views,
+)
 from bigtrain.sites.peers import Patch, Ranks, overlapping_peers
 from bigtrain.sites.rectangles import ParameterBox
 
 Tensors = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
-"""Tensors by the number of a bucket in its fragment."""
+"""Tensors by the index of a bucket in its fragment."""
 
 
 class SiteGroup:
     """Means over the ranks of `group`, a rank per site, in the order of the sites.
 
     group: a `ProcessGroupGloo` in addition to the default one; None if this site is the only one.
-    weights: of the sites in the mean; may change. num_bytes: sent so far, without headers.
+    site_weights: by site, in the mean; may change. num_bytes: sent so far, without headers.
     """
 
-    def __init__(self, group: Any, weights: Sequence[int]) -> None:
-        assert (group is None) == (len(weights) == 1)
+    def __init__(self, group: Any, site_weights: Sequence[int]) -> None:
+        assert (group is None) == (len(site_weights) == 1)
         self._group = group
-        self.weights = weights
+        self.site_weights = site_weights
         self.num_bytes = 0
 
     def send(self, tensor: torch.Tensor, donor: int, takers: Sequence[int]) -> None:
-        """Overwrite the `tensor` of `takers` with the tensor of `donor`, which has an equal size:
-        contiguous on the CPU; sites are positions in the group. Raises RuntimeError if a site is
-        lost."""
+        """Overwrite the `tensor` of `takers` with the tensor of `donor`: of equal sizes, contiguous
+        on the CPU. donor, takers: positions in the group. Raises RuntimeError if a site is lost."""
         if self._group is None or not tensor.numel():
             return
         position = self._group.rank()
@@ -66,81 +71,86 @@ class SiteGroup:
         weights: torch.Tensor,
         error: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the mean of all sites' `local` weights; may return `local` itself.
+        """Return the mean of the sites' `local` weights; may return `local` itself.
 
         Parameters: `local`, `weights` (global, the same on all sites), float32 [N] on the CPU;
         `error` [N], the rounding error so far, which is added to what this site sends, and
         overwritten with the new one; None for a codec that keeps none.
 
         Every site computes the mean of one part, in float64 and in the order of the sites, and
-        sends its code to all: all sites get the same bits, without the intermediate rounding of a
-        ring. Collective over the group. Raises RuntimeError if a site is lost or too slow,
-        UnusableSiteError for values that are not finite, or moved too far, on the rank that
+        sends the encoded mean to all sites: all get equal bits, without the intermediate
+        rounding of a ring. Collective over the group. Raises RuntimeError if a site is lost or too
+        slow, UnusableSiteError for values that are not finite, or moved too far, on the rank that
         receives them.
         """
         if self._group is None:
             return local
         # Every site sends each site the part of which that site takes the mean.
-        sites, length = len(self.weights), len(local)
-        part = -(-length // sites)
-        values = torch.zeros(sites * part)
+        num_sites, length = len(self.site_weights), len(local)
+        part_size = -(-length // num_sites)
+        values = torch.zeros(num_sites * part_size)
         values[:length] = local - weights if codec.is_relative else local
         if error is not None:
             values[:length] += error
-        codes = codec.encode(values.view(sites, part))
-        received = torch.empty_like(codes)
-        self._group.alltoall_base(received, codes, [], []).wait()
+        codes = codec.encode(values.view(num_sites, part_size))
+        received_codes = torch.empty_like(codes)
+        self._group.alltoall_base(received_codes, codes, [], []).wait()
 
         # The mean of this site's part, in the order of the sites.
-        total = torch.zeros(1, part, dtype=torch.float64)
-        before = _part(weights, self._group.rank(), part)
-        for position, weight in enumerate(self.weights):
-            site_values = _checked(codec, received[position], part, position, before)
-            total.add_(site_values.double(), alpha=weight)
-        total /= sum(self.weights)
-        mean_codes = codec.encode(total)
+        own_position, total_weight = self._group.rank(), sum(self.site_weights)
+        part_mean = torch.zeros(1, part_size, dtype=torch.float64)
+        part_weights = _padded_part(weights, own_position, part_size)
+        for position, site_weight in enumerate(self.site_weights):
+            site_values = _decode_part(codec, received_codes[position], position, part_weights)
+            part_mean.add_(site_values.double(), alpha=site_weight)
+        part_mean /= total_weight
+        mean_codes = codec.encode(part_mean)
         if error is not None:
-            rounding = values.view(sites, part) - codec.decode(codes, part)
-            # The rounding of the mean as well, as if only this site had lost it.
-            index = self._group.rank()
-            share = self.weights[index] / sum(self.weights)
+            rounding = values.view(num_sites, part_size) - codec.decode(codes, part_size)
+            # The mean's rounding error is this site's: divided by the site's share in the next
+            # mean, it counts there as a whole.
+            share = self.site_weights[own_position] / total_weight
             if share:
-                rounding[index] += (total[0] - codec.decode(mean_codes, part)[0]) / share
+                mean_rounding = part_mean[0] - codec.decode(mean_codes, part_size)[0]
+                rounding[own_position] += mean_rounding / share
             error.copy_(rounding.view(-1)[:length])
 
-        # All sites get the codes of all means.
-        means = torch.empty_like(codes)
-        self._group.allgather([list(means)], [mean_codes[0]]).wait()
-        self.num_bytes += 2 * (sites - 1) * mean_codes.numel()
-        rows = [
-            _checked(codec, row, part, position, _part(weights, position, part))
-            for position, row in enumerate(means)
+        # All sites get the codes of every mean.
+        all_mean_codes = torch.empty_like(codes)
+        self._group.allgather([list(all_mean_codes)], [mean_codes[0]]).wait()
+        self.num_bytes += 2 * (num_sites - 1) * mean_codes.numel()
+        part_means = [
+            _decode_part(codec, row, position, _padded_part(weights, position, part_size))
+            for position, row in enumerate(all_mean_codes)
         ]
-        mean = torch.cat(rows).reshape(-1)[:length]
+        mean = torch.cat(part_means).reshape(-1)[:length]
         return mean.add_(weights) if codec.is_relative else mean
 
 
-def _part(weights: torch.Tensor, position: int, part: int) -> torch.Tensor:
-    """Return the global weights [part] of which a site takes the mean; zeros beyond the end."""
-    part_weights = weights[position * part : (position + 1) * part]
-    return torch.nn.functional.pad(part_weights, (0, part - len(part_weights)))
+def _padded_part(weights: torch.Tensor, position: int, part_size: int) -> torch.Tensor:
+    """Return the global weights [part_size] of the part of which the site at `position` takes the
+    mean; zeros beyond the end."""
+    part_weights = weights[position * part_size : (position + 1) * part_size]
+    return torch.nn.functional.pad(part_weights, (0, part_size - len(part_weights)))
 
 
-def _checked(
-    codec: Codec, codes: torch.Tensor, part: int, position: int, before: torch.Tensor
+def _decode_part(
+    codec: Codec, codes: torch.Tensor, position: int, part_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the values [1, part] that a site sent. Raises UnusableSiteError."""
+    """Return the values [1, part_size] that the site at `position` sent. part_weights: the global
+    weights of that part. Raises UnusableSiteError."""
+    part_size, zero = len(part_weights), torch.zeros(())
     try:
-        values = decoded(codec, codes.unsqueeze(0), part)
-        change = square(values, torch.zeros(()) if codec.is_relative else before)
-        refuse_norm(change, square(before, torch.zeros(())), part, PART_SLACK)
+        values = decoded(codec, codes.unsqueeze(0), part_size)
+        change = square(values, zero if codec.is_relative else part_weights)
+        refuse_norm(change, square(part_weights, zero), part_size, PART_SLACK)
     except UnusableError as error:
         raise UnusableSiteError(position, str(error)) from error
     return values
 
 
-class _Owned(NamedTuple):
-    """A rectangle of this rank, of a parameter of `shape`: a `view` of the `flat` bucket."""
+class _HeldRectangle(NamedTuple):
+    """A rectangle of a parameter of `shape`: a `view` of `flat`, the `bucket` of a fragment."""
 
     box: ParameterBox
     shape: tuple[int, ...]
@@ -153,7 +163,7 @@ class _Owned(NamedTuple):
 
 @dataclass(frozen=True)
 class _Region:
-    """A part of a bucket, as `torch.as_strided` takes it from any tensor with its layout."""
+    """Part of a bucket: arguments of `torch.as_strided` for a tensor in the bucket's order."""
 
     bucket: int
     size: tuple[int, ...]
@@ -161,7 +171,7 @@ class _Region:
     offset: int
 
     @classmethod
-    def of(cls, bucket: int, flat: torch.Tensor, view: torch.Tensor) -> _Region:
+    def from_view(cls, bucket: int, flat: torch.Tensor, view: torch.Tensor) -> _Region:
         """Return the region of a `view` of the `flat` tensor of a bucket."""
         offset = int(view.storage_offset() - flat.storage_offset())
         return cls(bucket, tuple(view.shape), view.stride(), offset)
@@ -182,17 +192,17 @@ class _Transfer:
 
     def pack(self, tensors: Tensors) -> torch.Tensor:
         """Return the values of the regions, a flat copy."""
-        return packed(region.view(tensors) for region in self.regions)
+        return pack_views(region.view(tensors) for region in self.regions)
 
     def unpack(self, flat: torch.Tensor, tensors: Tensors) -> None:
         """Write flat values back to where `pack` read them."""
-        for view, values in unpacked(flat, [region.view(tensors) for region in self.regions]):
+        for view, values in unpack_views(flat, [region.view(tensors) for region in self.regions]):
             view.copy_(values)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Transfers of `buckets`, by number, whose temporary memory is needed at once."""
+    """Transfers whose temporary memory is needed at once. buckets: indices in their fragment."""
 
     buckets: Sequence[int]
     transfers: Sequence[_Transfer]
@@ -219,49 +229,50 @@ class WeightExchange:
         """Return the exchange of sites with equal layouts: bucket by bucket between `ranks`, which
         hold the same elements."""
 
-        def batch(number: int, bucket: Bucket) -> _Batch:
+        def batch(index: int, bucket: Bucket) -> _Batch:
             flat = bucket.weights
-            region = _Region.of(number, flat, flat[state.own(len(flat))])
-            return _Batch([number], [_Transfer(ranks, bucket.codec, [region])])
+            region = _Region.from_view(index, flat, flat[state.own_slice(len(flat))])
+            return _Batch([index], [_Transfer(ranks, bucket.codec, [region])])
 
-        fragments = map(state.buckets, range(state.num_fragments))
-        return cls(
-            state, [[batch(n, bucket) for n, bucket in enumerate(buckets)] for buckets in fragments]
-        )
+        batches = []
+        for fragment in range(state.num_fragments):
+            buckets = enumerate(state.buckets(fragment))
+            batches.append([batch(index, bucket) for index, bucket in buckets])
+        return cls(state, batches)
 
     @classmethod
     def by_rectangles(
         cls, state: OuterState, layouts: Sequence[Sequence[Any]], site: int, rank: int
     ) -> WeightExchange:
         """Return the exchange of sites with different layouts. layouts: by position of the site and
-        by rank the `rectangles_of`, as JSON. Raises ValueError for what are not rectangles of this
-        model."""
-        owned = list(_owned(state))
-        shapes = {rectangle.box.name: rectangle.shape for rectangle in owned}
-        parsed = [
-            [
-                [ParameterBox.from_json(tree, shapes) for tree in rank_trees if tree[0] in shapes]
-                for rank_trees in site_layout
-            ]
-            for site_layout in layouts
-        ]
+        by rank, the result of `rectangles_of`. site: position of this site. Raises ValueError for
+        JSON that is not rectangles of this model."""
+        rectangles = list(_held_rectangles(state))
+        shapes = {rectangle.box.name: rectangle.shape for rectangle in rectangles}
+
+        def parse(trees: Sequence[Any]) -> list[ParameterBox]:
+            """Return the rectangles of parameters that this rank holds: it exchanges no others."""
+            return [ParameterBox.from_json(tree, shapes) for tree in trees if tree[0] in shapes]
+
+        parsed = [[parse(trees) for trees in site_layout] for site_layout in layouts]
         groups = overlapping_peers(parsed, site, rank)
 
-        # All sites train the same parameters, and send what is encoded in blocks once.
-        counts: Counter[int] = Counter()
+        # Every element is exchanged, since all sites train equal parameters; elements that are
+        # encoded in blocks are exchanged once.
+        exchanged_elements: Counter[int] = Counter()
         for patch in chain.from_iterable(groups.values()):
-            counts[patch.index] += patch.box.num_elements
-        for index, rectangle in enumerate(owned):
-            box = rectangle.box
-            assert counts[index] >= box.num_elements, box
-            assert counts[index] == box.num_elements or not rectangle.codec.keeps_error, box
+            exchanged_elements[patch.index] += patch.box.num_elements
+        for index, rectangle in enumerate(rectangles):
+            surplus = exchanged_elements[index] - rectangle.box.num_elements
+            assert surplus >= 0, rectangle.box
+            assert surplus == 0 or not rectangle.codec.keeps_error, rectangle.box
 
         batches = []
         for fragment in range(state.num_fragments):
             buckets = range(sum(1 for _ in state.buckets(fragment)))
             transfers: list[_Transfer] = []
             for ranks, patches in groups.items():
-                transfers += _packed(ranks, patches, owned, fragment)
+                transfers += _transfers(ranks, patches, rectangles, fragment)
             batches.append([_Batch(buckets, transfers)])
         return cls(state, batches)
 
@@ -270,10 +281,10 @@ class WeightExchange:
         """Bytes sent so far, without headers."""
         return sum(group.num_bytes for group in self.groups.values())
 
-    def set_weights(self, weights: Sequence[int]) -> None:
+    def set_site_weights(self, site_weights: Sequence[int]) -> None:
         """Set the weights of the sites in the mean."""
         for group in self.groups.values():
-            group.weights = weights
+            group.site_weights = site_weights
 
     def means(
         self,
@@ -292,31 +303,31 @@ class WeightExchange:
         """
         means: dict[int, torch.Tensor] = {}
         for batch in self._batches[fragment]:
-            local_weights = {}
-            for n in batch.buckets:
-                sent_weights = local[n]
-                local_weights[n] = buckets[n].gathered() if sent_weights is None else sent_weights
+            batch_local: dict[int, torch.Tensor] = {}
+            for index in batch.buckets:
+                masters = local[index]
+                batch_local[index] = buckets[index].copy_masters() if masters is None else masters
             # No transfer covers the padding of a bucket, so it keeps the local values.
-            merged = {n: bucket_weights.clone() for n, bucket_weights in local_weights.items()}
+            batch_means = {index: tensor.clone() for index, tensor in batch_local.items()}
             for transfer in batch.transfers:
                 codec, group = transfer.codec, self.groups[transfer.ranks]
                 error = transfer.pack(errors) if codec.keeps_error else None
                 packed_weights = transfer.pack(weights)
                 # Overwrites `error` with the new rounding errors.
-                values = group.mean(codec, transfer.pack(local_weights), packed_weights, error)
-                transfer.unpack(values, merged)
+                values = group.mean(codec, transfer.pack(batch_local), packed_weights, error)
+                transfer.unpack(values, batch_means)
                 if error is not None:
                     transfer.unpack(error, errors)
             # Ranks with equal masters (ZeRO 0) each return a share.
-            for n, bucket_mean in merged.items():
-                means[n] = bucket_mean[self._state.own(len(bucket_mean))]
-        return [means[n] for n in range(len(buckets))]
+            for index, bucket_mean in batch_means.items():
+                means[index] = bucket_mean[self._state.own_slice(len(bucket_mean))]
+        return [means[index] for index in range(len(buckets))]
 
     def send(
         self, fragment: int, tensors: Sequence[torch.Tensor], donor: int, takers: Sequence[int]
     ) -> None:
-        """Send `takers` what this rank exchanges of `tensors`, float32 [N] by bucket; collective
-        and raising as `means`."""
+        """Send `takers` the elements of `tensors` that this rank exchanges; on a taker, overwrite
+        them. tensors: float32 [N] by bucket. Collective, and raises, as `means`."""
         for batch in self._batches[fragment]:
             for transfer in batch.transfers:
                 flat = transfer.pack(tensors)
@@ -326,25 +337,27 @@ class WeightExchange:
 
 def rectangles_of(state: OuterState) -> list[Any]:
     """Return the rectangles that this rank exchanges, fragment after fragment, as JSON."""
-    return [owned.box.to_json() for owned in _owned(state)]
+    return [rectangle.box.to_json() for rectangle in _held_rectangles(state)]
 
 
-def _owned(state: OuterState) -> Iterator[_Owned]:
+def _held_rectangles(state: OuterState) -> Iterator[_HeldRectangle]:
+    """Yield the rectangles of this rank's shares of all buckets."""
     for fragment in range(state.num_fragments):
-        for number, bucket in enumerate(state.buckets(fragment)):
+        for index, bucket in enumerate(state.buckets(fragment)):
             flat = bucket.weights
-            for box, shape, view in bucket.boxes(flat, state.own(len(flat)), primary=False):
-                yield _Owned(box, shape, fragment, number, bucket.codec, flat, view)
+            share = state.own_slice(len(flat))
+            for box, shape, view in bucket.rectangles(flat, share, primary=False):
+                yield _HeldRectangle(box, shape, fragment, index, bucket.codec, flat, view)
 
 
-def _packed(
-    ranks: Ranks, patches: Sequence[Patch], owned: Sequence[_Owned], fragment: int
+def _transfers(
+    ranks: Ranks, patches: Sequence[Patch], rectangles: Sequence[_HeldRectangle], fragment: int
 ) -> Iterator[_Transfer]:
-    """Yield the patches of a group and fragment, as many at once as memory allows."""
-    pairs = [(owned[patch.index], patch.box) for patch in patches]
+    """Yield transfers of at most `ELEMENTS_AT_ONCE` elements for a group's patches."""
+    pairs = [(rectangles[patch.index], patch.box) for patch in patches]
     pairs = [(rectangle, box) for rectangle, box in pairs if rectangle.fragment == fragment]
     codecs = dict.fromkeys(rectangle.codec for rectangle, _ in pairs)
-    # Codecs that keep errors first: every rank has the same order.
+    # Codecs that keep errors first, so that all ranks have an equal order.
     for codec in sorted(codecs, key=lambda codec: not codec.keeps_error):
         regions: list[_Region] = []
         count = 0
@@ -356,7 +369,7 @@ def _packed(
                     yield _Transfer(ranks, codec, regions)
                     regions, count = [], 0
                 view = rectangle.view[piece.relative_to(rectangle.box).slices]
-                regions.append(_Region.of(rectangle.bucket, rectangle.flat, view))
+                regions.append(_Region.from_view(rectangle.bucket, rectangle.flat, view))
                 count += piece.num_elements
         if regions:
             yield _Transfer(ranks, codec, regions)

@@ -26,10 +26,12 @@ from bigtrain.sites.client import (
 from bigtrain.sites.protocol import HEARTBEAT_TIMEOUT, Header, RoundPlan
 
 _POLL_SECONDS = 15.0
-_LEAVE_SECONDS = _COMPARE_SECONDS = 5.0
+_LEAVE_SECONDS = 5.0
+_COMPARE_SECONDS = 5.0
 _LONGEST_REASON = 500
 _MOST_NAMED = 8
 _OUTER_SETTINGS = ("count", "inner_steps", "outer", "codec")
+"""Fields of the section `sites` that the server needs."""
 _HEARTBEAT_PAUSE_SECONDS = 0.1
 
 
@@ -85,7 +87,7 @@ class Membership:
 
     def join(self, header: Mapping[str, Any]) -> Header:
         """Join, and send heartbeats from now on; return the reply. Raises LaunchError if the server
-        is unreachable, serves a different run, or waits for others longer than this site."""
+        is unreachable, serves a different run, or waits for missing sites longer than this site."""
         seconds = self.sites.timeout_seconds
         reply = self.ask("join", {**self._join_fields(), **header})
         window = reply["window_seconds"]
@@ -102,6 +104,7 @@ class Membership:
         return reply
 
     def _join_fields(self) -> Header:
+        """Return the fields of a join that follow from the settings."""
         settings = self.sites.model_dump(mode="json")
         return {
             "sites": {key: settings[key] for key in _OUTER_SETTINGS},
@@ -167,6 +170,7 @@ class Membership:
                 return bool(reply["is_committed"])
 
     def _ask_as_member(self, action: str, header: Mapping[str, Any]) -> Header:
+        """Return the header of the reply. A refusal is a TrainingError: this site has to end."""
         try:
             return self.ask(action, header)
         except RefusedByServerError as error:
@@ -191,7 +195,7 @@ class Membership:
         host, port = self.sites.server_place
         family, _, _, _, server_address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(server_address)  # sends nothing
+            probe.connect(server_address)  # UDP: sends nothing, and chooses the local address
             return str(probe.getsockname()[0])
 
 

@@ -11,13 +11,13 @@ import torch
 class OuterStepMetrics:
     """Metrics of an outer step, equal on all ranks of a site.
 
-    number: of the outer step, from 1. fragment: of the model, that it exchanged. sites: that took
-    part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank sent to another
-    site, or to the server. seconds: duration on this rank, including `waited_seconds` for other
-    sites (with an overlap, all that training waited for the outer step). change: root mean square
-    of this site's change to the global weights since the last outer step. distance: root mean
-    square of the difference between its weights and the mean over sites; None where an asynchronous
-    server takes no mean.
+    number: of the outer step, from 1. fragment: the part of the model that was exchanged. sites:
+    that took part. sent_bytes: by all ranks of this site. link_bytes: the most that a rank sent to
+    another site, or to the server. seconds: duration on this rank, including `waited_seconds` for
+    other sites (with an overlap, the time that training waited for the outer step). change: root
+    mean square of this site's change to the global weights since the last outer step. distance:
+    root mean square of the difference between the site's weights and the mean over sites; None
+    where an asynchronous server takes no mean.
     """
 
     number: int
@@ -54,5 +54,5 @@ class OuterEvent:
 
 
 def square(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the summed square of the difference."""
+    """Return the sum of the squares of the elements of ``first - second``."""
     return float(torch.linalg.vector_norm(first - second, dtype=torch.float64)) ** 2

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from bigtrain.sites.codecs import CODECS, Codec
 from bigtrain.sites.rectangles import ParameterBox
 
 GLOBAL, MOMENTUM, ERROR = "outer_global", "outer_momentum", "outer_error"
-"""Kinds of tensors of a checkpoint: the global weights, the momentum of their optimizer, and what
-a codec has rounded off and not yet sent."""
+"""Kinds of tensors of a checkpoint: the global weights, the outer momentum, and the rounding errors
+that a codec has not yet sent."""
 ELEMENTS_AT_ONCE = 1 << 24
 """Elements of a rank's masters per exchange, which bounds the temporary memory of an outer step."""
 
@@ -35,6 +36,14 @@ def fragment_of(name: str, num_fragments: int) -> int:
     return int(layer_number.group(1)) % num_fragments if layer_number else 0
 
 
+class RectangleView(NamedTuple):
+    """A rectangle of a parameter with the full `shape`, and its elements in a flat tensor."""
+
+    box: ParameterBox
+    shape: tuple[int, ...]
+    view: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Pieces of masters that are exchanged together, and their outer states: float32 [N] views in
@@ -46,12 +55,12 @@ class Bucket:
     momentum: torch.Tensor | None
     error: torch.Tensor | None
 
-    def gathered(self) -> torch.Tensor:
+    def copy_masters(self) -> torch.Tensor:
         """Return a copy of the masters in host memory, float32 [N]."""
         return torch.cat([piece.master.detach().cpu() for piece in self.pieces])
 
     def merge(self, mixing: float) -> None:
-        """Move the masters to the global weights, but for a share `mixing` of the way."""
+        """Move the masters to the global weights, except for the share `mixing` of the masters."""
         begin = 0
         for master in (piece.master for piece in self.pieces):
             weights = self.weights[begin : begin + master.numel()].to(master.device)
@@ -61,33 +70,33 @@ class Bucket:
                 master.lerp_(weights, 1 - mixing)
             begin += master.numel()
 
-    def boxes(
+    def rectangles(
         self, flat: torch.Tensor, share: slice, *, primary: bool
-    ) -> Iterator[tuple[ParameterBox, tuple[int, ...], torch.Tensor]]:
-        """Yield the range `share` of a tensor [N] in the order of this bucket: rectangles of
-        parameters, the parameters' shapes, and views of `flat`. primary: only what no other rank
-        counts."""
+    ) -> Iterator[RectangleView]:
+        """Yield the rectangles of parameters in the range `share` of `flat`, a tensor [N] in the
+        order of this bucket. primary: only rectangles that no other rank counts."""
         begin = 0
         for piece in self.pieces:
             end = begin + piece.master.numel()
             first, last = max(begin, share.start), min(end, share.stop)
             if first < last and (piece.shard.primary or not primary):
-                start = piece.start + first - begin
+                start = piece.start + first - begin  # in the flat shard of the parameter
                 for full, view in cut_parts(piece.shard, start, flat[first:last]):
                     box = ParameterBox(full.offsets, full.sizes, piece.name)
-                    yield box, piece.shard.shape, view
+                    yield RectangleView(box, piece.shard.shape, view)
             begin = end
 
 
-def packed(views: Iterable[torch.Tensor]) -> torch.Tensor:
+def pack_views(views: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return a flat copy of the values of views, in order."""
     return torch.cat([view.reshape(-1) for view in views])
 
 
-def unpacked(
+def unpack_views(
     flat: torch.Tensor, views: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the views, each with its part of what `packed` has made of such views."""
+    """Yield each view with its part of `flat`, a result of `pack_views` for views of equal
+    shapes."""
     parts = flat.split([view.numel() for view in views])
     for view, part in zip(views, parts, strict=True):
         yield view, part.view(view.shape)
@@ -117,13 +126,15 @@ class OuterState:
             self._replicas = group if dist.get_world_size(group) > 1 else None
 
     def _allocate(self, parts: Sequence[MasterPart]) -> None:
+        """Allocate the states, zeros, and add views of them to the engine's checkpoints."""
         sites, num_elements = self._sites, sum(part.count for part in parts)
         self.weights = torch.zeros(num_elements)
         has_momentum = sites.outer.has_momentum and not sites.server_holds_weights
         self.momentum = torch.zeros(num_elements) if has_momentum else None
         self.error = torch.zeros(num_elements) if self._codec.keeps_error else None
         states_by_name = {GLOBAL: self.weights, MOMENTUM: self.momentum, ERROR: self.error}
-        begin, ends = 0, [0] * sites.fragments
+        # The parts are sorted by fragment, so the elements of a fragment are one range.
+        begin, fragment_ends = 0, [0] * sites.fragments
         for part in parts:
             end = begin + part.count
             self._engine.added_states[part.name] = {
@@ -131,17 +142,17 @@ class OuterState:
                 for state_name, state in states_by_name.items()
                 if state is not None
             }
-            begin = ends[self._fragment(part)] = end
-        self._begins = [0]
-        for end in ends:
-            self._begins.append(max(end, self._begins[-1]))
+            fragment_ends[self._fragment(part)] = end
+            begin = end
+        # A fragment begins at the end of the last fragment before it that is not empty.
+        self._fragment_begins = list(itertools.accumulate([0, *fragment_ends], max))
 
     def set_plain(self, plain: Collection[str]) -> None:
         """Change `plain`; states keep their values, buckets and rectangles change."""
-        before = {part.name: self._engine.added_states[part.name] for part in self._parts()}
+        old_states = {part.name: self._engine.added_states[part.name] for part in self._parts()}
         self.plain = frozenset(plain)
         self._allocate(self._parts())
-        for name, states in before.items():
+        for name, states in old_states.items():
             for state_name, state in states.items():
                 self._engine.added_states[name][state_name].copy_(state)
 
@@ -150,28 +161,28 @@ class OuterState:
         """Parts of the model that are exchanged in turn."""
         return self._sites.fragments
 
-    def own(self, length: int) -> slice:
-        """Return this rank's share of a bucket of so many elements; of ranks with equal masters the
-        last ones may have less, or none."""
+    def own_slice(self, length: int) -> slice:
+        """Return this rank's share of a bucket of `length` elements. Ranks with equal masters have
+        equal shares, but the last ranks may have a smaller or an empty share."""
         if self._replicas is None:
             return slice(0, length)
         share = -(-length // dist.get_world_size(self._replicas))
         begin = min(length, share * dist.get_rank(self._replicas))
         return slice(begin, min(length, begin + share))
 
-    def joined(self, local_share: torch.Tensor, length: int) -> torch.Tensor:
-        """Return all of a bucket, float32 [length] on the CPU, of which this rank has its
-        `local_share`. Collective."""
+    def gather_shares(self, local_share: torch.Tensor, length: int) -> torch.Tensor:
+        """Return a tensor of a bucket, float32 [length] on the CPU, joined from every rank's
+        `local_share` (`own_slice`). Collective."""
         if self._replicas is None:
             return local_share
-        size = dist.get_world_size(self._replicas)
-        padded = torch.zeros(-(-length // size), device=self._engine.device)
+        num_shares = dist.get_world_size(self._replicas)
+        padded = torch.zeros(-(-length // num_shares), device=self._engine.device)
         padded[: len(local_share)] = local_share.to(padded.device)
-        shares = [torch.empty_like(padded) for _ in range(size)]
+        shares = [torch.empty_like(padded) for _ in range(num_shares)]
         dist.all_gather(shares, padded, group=self._replicas)
         return torch.cat(shares)[:length].cpu()
 
-    def layout(self) -> str:
+    def layout_checksum(self) -> str:
         """Return a checksum of the parts of parameters that this rank holds, and their order."""
         parts = [(part.name, part.start, part.count, part.shard) for part in self._parts()]
         return xxhash.xxh3_64_hexdigest(repr(parts).encode())
@@ -182,13 +193,15 @@ class OuterState:
         not depend on the layout."""
         total = 0
         for bucket in self.all_buckets():
-            share = self.own(len(bucket.weights))
+            share = self.own_slice(len(bucket.weights))
             for state_name, state in ((GLOBAL, bucket.weights), (MOMENTUM, bucket.momentum)):
                 if state is None:
                     continue
-                for box, _, view in bucket.boxes(state, share, primary=True):
-                    factor = xxhash.xxh3_64_intdigest(f"{state_name}/{box.name}".encode()) | 1
-                    total += int(view.view(torch.int32).sum(dtype=torch.int64)) * factor
+                for rectangle in bucket.rectangles(state, share, primary=True):
+                    name = f"{state_name}/{rectangle.box.name}"
+                    factor = xxhash.xxh3_64_intdigest(name.encode()) | 1
+                    bits = rectangle.view.view(torch.int32)
+                    total += int(bits.sum(dtype=torch.int64)) * factor
         return total % (1 << 64)
 
     def all_buckets(self) -> Iterator[Bucket]:
@@ -199,12 +212,13 @@ class OuterState:
         """Yield the buckets of a fragment, of at most `ELEMENTS_AT_ONCE` elements each."""
         # A multiple of the sites, so that only the last part is filled up.
         max_elements = max(1, ELEMENTS_AT_ONCE // self._sites.count) * self._sites.count
-        begin = self._begins[fragment]
-        all_parts = [part for part in self._parts() if self._fragment(part) == fragment]
+        begin = self._fragment_begins[fragment]
+        fragment_parts = [part for part in self._parts() if self._fragment(part) == fragment]
         for codec, is_plain in ((self._codec, False), (CODECS["float32"], True)):
-            parts = [part for part in all_parts if (part.name in self.plain) == is_plain]
+            parts = [part for part in fragment_parts if (part.name in self.plain) == is_plain]
             ends = list(itertools.accumulate(part.count for part in parts))
-            num_elements = sum(ends[-1:])
+            num_elements = ends[-1] if ends else 0
+            error_state = self.error if codec.keeps_error else None
             for first in range(0, num_elements, max_elements):
                 last = min(first + max_elements, num_elements)
                 pieces = []
@@ -215,13 +229,12 @@ class OuterState:
                     if skipped < stop:
                         pieces.append(part.narrow(skipped, stop))
                 elements = slice(begin + first, begin + last)
-                keeps_error = self.error is not None and codec.keeps_error
                 yield Bucket(
                     pieces,
                     codec,
                     self.weights[elements],
                     None if self.momentum is None else self.momentum[elements],
-                    self.error[elements] if self.error is not None and keeps_error else None,
+                    None if error_state is None else error_state[elements],
                 )
             begin += num_elements
 
@@ -235,7 +248,7 @@ class OuterState:
         return sorted(parts, key=lambda p: (self._fragment(p), p.name in self.plain))
 
 
-def held_twice(engine: TrainEngine) -> set[str]:
+def replicated_names(engine: TrainEngine) -> set[str]:
     """Return the parameters that are replicated inside a site (norms of tensor-parallel ranks, tied
     embeddings of stages).
 
@@ -243,13 +256,14 @@ def held_twice(engine: TrainEngine) -> set[str]:
     elements encoded one at a time the replicas stay equal. Collective over the site: ZeRO's ranges
     differ between the ranks that have a replica.
     """
-    part_names = [part.name for part in _trained_parts(engine) if not part.shard.primary]
-    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, part_names)
-    return set(itertools.chain.from_iterable(everyones))
+    replicas = [part.name for part in _trained_parts(engine) if not part.shard.primary]
+    replicas_by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(replicas_by_rank, replicas)
+    return set(itertools.chain.from_iterable(replicas_by_rank))
 
 
 def _trained_parts(engine: TrainEngine) -> list[MasterPart]:
+    """Return the parts of masters on this rank, except empty and frozen ones."""
     module = engine.module
     return [
         part

@@ -28,8 +28,7 @@ LOG = "server.log"
 
 def start_own_server(sites: SitesSection, directory: Path) -> str:
     """Start the outer server of `sites` as a process that outlives this process and ends when all
-    sites have left; a server that answers there already is used. Return a line for the
-    log.
+    sites have left, unless a server answers at its address already. Return a line for the log.
 
     Raises LaunchError with the end of the server's log if it cannot be started.
     """
@@ -55,10 +54,11 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
     end = time.monotonic() + _START_SECONDS
     while not _answers(client):
         if not _exists(pid) or time.monotonic() > end:
-            last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+            last_line = log.read_text(errors="replace").strip().rpartition("\n")[2]
             raise LaunchError(
-                f"sites.start_server: the outer server at {sites.server} did not start: {last} -> "
-                f"see {log}; end what uses its port, or choose another one on all sites"
+                f"sites.start_server: the outer server at {sites.server} did not start: "
+                f"{last_line} -> see {log}; end what uses its port, or choose another one on all "
+                "sites"
             )
     reached_from = exposure(address)
     unencrypted = f"; it listens {reached_from}, without encryption" if reached_from else ""
@@ -66,12 +66,11 @@ def start_own_server(sites: SitesSection, directory: Path) -> str:
 
 
 def _start_detached(command: Sequence[str], log: Path) -> int:
-    """Start a process that neither signals to this process's group nor a launcher that ends all
-    descendants can reach: in a new session, and not a child of this process. Return the process
-    id."""
+    """Start a process in a new session, and not as a child of this process; return the process id.
+    Signals to this process's group, and a launcher that ends all descendants, do not reach it."""
     root = str(Path(bigtrain.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    script = '"$@" >> "$0" 2>&1 < /dev/null & echo $!'
+    script = '"$@" >> "$0" 2>&1 < /dev/null & echo $!'  # $0: the log, $@: the command
     started = subprocess.run(
         ["/bin/sh", "-c", script, str(log), *command],
         stdout=subprocess.PIPE,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bigtrain.sites.rectangles import ParameterBox
 
@@ -12,8 +13,28 @@ Ranks = tuple[int, ...]
 """One rank of each site, in the order of the sites."""
 Layout = Sequence[Sequence[ParameterBox]]
 """The rectangles that each rank of a site exchanges, which do not overlap."""
-_Owned = tuple[int, int, ParameterBox]
-"""A rank, the index of one of its rectangles, and the rectangle."""
+
+
+class _RankBox(NamedTuple):
+    """Rectangle `number` in the layout of a site's `rank`."""
+
+    rank: int
+    number: int
+    box: ParameterBox
+
+
+class _Common(NamedTuple):
+    """A box inside the rectangles `rank_boxes`, one of each site."""
+
+    box: ParameterBox
+    rank_boxes: tuple[_RankBox, ...]
+
+
+class _Cell(NamedTuple):
+    """A box without a boundary of a rectangle inside, and the ranks of every site that hold it."""
+
+    box: ParameterBox
+    holders: list[Ranks]
 
 
 @dataclass(frozen=True)
@@ -33,48 +54,42 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     every other site, in turn if that site has fewer. All ranks of a group compute equal patches in
     an equal order.
     """
-    owned: list[dict[str, list[_Owned]]] = [defaultdict(list) for _ in layouts]
-    for by_name, layout in zip(owned, layouts, strict=True):
+    # By site and name of a parameter, the rectangles of every rank.
+    boxes_by_name: list[dict[str, list[_RankBox]]] = [defaultdict(list) for _ in layouts]
+    for site_boxes, layout in zip(boxes_by_name, layouts, strict=True):
         for holder, boxes in enumerate(layout):
             for number, box in enumerate(boxes):
-                by_name[box.name].append((holder, number, box))
+                site_boxes[box.name].append(_RankBox(holder, number, box))
+    # By group of ranks, patches with their sort keys.
     patches: dict[Ranks, list[tuple[tuple[str, Ranks], Patch]]] = defaultdict(list)
     for index, rectangle in enumerate(layouts[site][rank]):
-        # Rectangles of all sites that overlap with this rectangle.
+        # Rectangles of every site that overlap with this rectangle.
         near = [
-            [
-                (holder, number, neighbour)
-                for holder, number, neighbour in site_boxes[rectangle.name]
-                if rectangle.intersect(neighbour) is not None
-            ]
-            for site_boxes in owned
+            [other for other in site_boxes[rectangle.name] if rectangle.intersect(other.box)]
+            for site_boxes in boxes_by_name
         ]
 
-        # Boxes that a rank of every site has, this rank for its site.
-        near_here = near[site]
-        near[site] = [(rank, index, rectangle)]
-        common: list[tuple[ParameterBox, tuple[tuple[int, int], ...]]] = [(rectangle, ())]
-        for site_boxes in near:
-            cuts = []
-            for box, members in common:
-                for holder, number, neighbour in site_boxes:
-                    cut = box.intersect(neighbour)
-                    if cut is not None:
-                        cuts.append((cut, (*members, (holder, number))))
-            common = cuts
-        near[site] = near_here
+        # Boxes that a rank of every site has, where only this rank counts for its site.
+        common = [_Common(rectangle, ())]
+        for position, site_near in enumerate(near):
+            candidates = [_RankBox(rank, index, rectangle)] if position == site else site_near
+            intersections = []
+            for box, earlier_boxes in common:
+                for rank_box in candidates:
+                    intersection = box.intersect(rank_box.box)
+                    if intersection is not None:
+                        intersections.append(_Common(intersection, (*earlier_boxes, rank_box)))
+            common = intersections
 
         # Holders of a cell exchange it in turns, a rank of every site in each turn.
-        for box, members in common:
-            ranks = tuple(holder for holder, _ in members)
-            key = rectangle.name, tuple(number for _, number in members)
-            for cell, holders in _held_alike(box, near):
-                turns = range(max(map(len, holders)))
-                if any(
-                    ranks == tuple(site_holders[n % len(site_holders)] for site_holders in holders)
-                    for n in turns
-                ):
-                    patches[ranks].append((key, Patch(index, cell)))
+        for box, rank_boxes in common:
+            ranks = tuple(rank_box.rank for rank_box in rank_boxes)
+            key = rectangle.name, tuple(rank_box.number for rank_box in rank_boxes)
+            for cell in _split_into_cells(box, near):
+                turns = range(max(map(len, cell.holders)))
+                turn_ranks = (tuple(h[turn % len(h)] for h in cell.holders) for turn in turns)
+                if ranks in turn_ranks:
+                    patches[ranks].append((key, Patch(index, cell.box)))
     # A stable sort keeps the cells of a rectangle in the order in which all ranks find them.
     return {
         ranks: [patch for _, patch in sorted(patches[ranks], key=lambda item: item[0])]
@@ -82,23 +97,20 @@ def overlapping_peers(layouts: Sequence[Layout], site: int, rank: int) -> dict[R
     }
 
 
-def _held_alike(
-    box: ParameterBox, near: Sequence[Sequence[_Owned]]
-) -> Iterator[tuple[ParameterBox, list[Ranks]]]:
-    """Split `box` into cells without a boundary of a rectangle inside; yield each cell with the
-    ranks of every site that hold it."""
-    cells: list[tuple[ParameterBox, list[Ranks]]] = [(box, [() for _ in near])]
-    for site, site_boxes in enumerate(near):
-        for holder, _, neighbour in site_boxes:
-            cut: list[tuple[ParameterBox, list[Ranks]]] = []
-            for cell, holders in cells:
-                inner = cell.intersect(neighbour)
+def _split_into_cells(box: ParameterBox, near: Sequence[Sequence[_RankBox]]) -> Sequence[_Cell]:
+    """Split `box` at the boundaries of the rectangles `near`, by site."""
+    cells = [_Cell(box, [() for _ in near])]
+    for site, site_near in enumerate(near):
+        for rank_box in site_near:
+            split: list[_Cell] = []
+            for cell in cells:
+                inner = cell.box.intersect(rank_box.box)
                 if inner is None:
-                    cut.append((cell, holders))
+                    split.append(cell)
                     continue
-                inner_holders = [*holders]
-                inner_holders[site] = (*inner_holders[site], holder)
-                cut.append((inner, inner_holders))
-                cut += [(outer_cell, holders) for outer_cell in cell.difference(inner)]
-            cells = cut
-    yield from cells
+                holders = [*cell.holders]  # the part inside has one holder more
+                holders[site] = (*holders[site], rank_box.rank)
+                split.append(_Cell(inner, holders))
+                split += [_Cell(outer, cell.holders) for outer in cell.box.difference(inner)]
+            cells = split
+    return cells

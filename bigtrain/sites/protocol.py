@@ -42,9 +42,9 @@ MOST_SITES, MOST_STEP, MOST_TOKENS = 1 << 16, 10**9, 10**15
 MOST_PARAMETERS, MOST_RECTANGLES = 100_000, 100_000
 """Limits: parameters of a model, and rectangles of one message. The largest mixtures of experts
 have 70,000 parameters, with one for each matrix of an expert."""
-_MOST_MARKS = 1_000_000
-"""Limit of brackets and commas of a header, each of which is about one value: a million take 0.5 s
-and 90 MiB to decode."""
+_MOST_SEPARATORS = 1_000_000
+"""Limit of brackets and commas of a header, each of which is about one value: a million values take
+0.5 s and 90 MiB to decode."""
 OK, CORRUPT, FORGED, REFUSED, TOO_LARGE, OTHER_START = 200, 400, 401, 409, 413, 412
 LATER = 503
 """HTTP statuses of replies; after `LATER` and `CORRUPT` a site retries."""
@@ -52,10 +52,10 @@ HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT = 2.0, 15.0
 """Seconds between two heartbeats of a site, and from the last one until the site counts as lost."""
 LONGEST_POLL_SECONDS = 20.0
 """Longest time that the server keeps a request (``wait``, ``plan``, ``verdict``, ``get``)."""
-_START = struct.Struct("<4sIQ")
+_PREFIX = struct.Struct("<4sIQ")  # magic bytes, bytes of the header, checksum
 _MAGIC = b"BTO2"
 _MAX_DEPTH = 32
-_SMALL_BYTES = 64 << 10
+_SMALL_BODY_BYTES = 64 << 10
 _LONGEST_SECONDS = 1e7
 _LONGEST_NAME, _MOST_DIMENSIONS, _LARGEST_SIZE = 1000, 8, 1 << 48
 
@@ -78,47 +78,52 @@ def pack(header: Mapping[str, Any], payload: bytes | memoryview = b"") -> bytes:
     text = json.dumps(header).encode()
     digest = xxhash.xxh3_64(text)
     digest.update(payload)
-    return b"".join([_START.pack(_MAGIC, len(text), digest.intdigest()), text, payload])
+    return b"".join([_PREFIX.pack(_MAGIC, len(text), digest.intdigest()), text, payload])
 
 
 def unpack(
     body: bytes | bytearray, most_header_bytes: int = MOST_HEADER_BYTES
 ) -> tuple[Header, memoryview]:
     """Return header and payload of a body. Raises CorruptMessageError."""
-    if len(body) < _START.size:
+    if len(body) < _PREFIX.size:
         raise CorruptMessageError(f"a message of {len(body)} bytes")
-    magic, length, expected = _START.unpack_from(body)
-    content = memoryview(body)[_START.size :]
-    if magic != _MAGIC or length > len(content):
+    magic, header_bytes, checksum = _PREFIX.unpack_from(body)
+    content = memoryview(body)[_PREFIX.size :]
+    if magic != _MAGIC or header_bytes > len(content):
         raise CorruptMessageError("not a message of this version of bigtrain")
-    if length > most_header_bytes:
-        raise CorruptMessageError(f"a header of {length} bytes, of at most {most_header_bytes}")
-    if xxhash.xxh3_64_intdigest(content) != expected:
+    if header_bytes > most_header_bytes:
+        raise CorruptMessageError(
+            f"a header of {header_bytes} bytes, of at most {most_header_bytes}"
+        )
+    if xxhash.xxh3_64_intdigest(content) != checksum:
         raise CorruptMessageError(f"checksum of {len(body)} bytes")
-    return _decode_header(bytes(content[:length])), content[length:]
+    return _decode_header(bytes(content[:header_bytes])), content[header_bytes:]
 
 
 def _decode_header(text: bytes) -> Header:
     """Return the JSON object in `text`: finite numbers, nested no deeper than `_MAX_DEPTH`."""
-    marks = sum(map(text.count, (b"[", b"{", b",")))
-    if marks > _MOST_MARKS:
-        raise CorruptMessageError(f"a header of {marks:,} values, of at most {_MOST_MARKS:,}")
+    num_values = sum(map(text.count, (b"[", b"{", b",")))
+    if num_values > _MOST_SEPARATORS:
+        raise CorruptMessageError(
+            f"a header of {num_values:,} values, of at most {_MOST_SEPARATORS:,}"
+        )
     try:
-        header = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        header = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
         raise CorruptMessageError(f"header: {str(error)[:200]}") from error
     if not isinstance(header, dict):
         raise CorruptMessageError("the header is not an object")
-    level: list[Any] = [header]
+    # Replace the containers of a level by the containers inside them, once per permitted level.
+    containers: list[Any] = [header]
     for _ in range(_MAX_DEPTH):
-        nested = [value.values() if isinstance(value, dict) else value for value in level]
-        level = [v for values in nested for v in values if isinstance(v, dict | list)]
-    if level:
+        nested = [value.values() if isinstance(value, dict) else value for value in containers]
+        containers = [v for values in nested for v in values if isinstance(v, dict | list)]
+    if containers:
         raise CorruptMessageError(f"a header of more than {_MAX_DEPTH} levels")
     return header
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text[:40]} is not a finite number")
     return number
@@ -140,28 +145,29 @@ def request_signature(
 
 
 def sign(token: bytes, subject: str, nonce: str, body: bytes) -> str:
-    """Return the signature of a body. subject: all else that is signed of a request, or the status
-    of a reply; nonce: of the request."""
+    """Return the signature of a body. subject: the signed headers of a request, or the status of a
+    reply; nonce: of the request."""
     mac = hmac.new(token, f"{subject}\n{nonce}\n".encode(), hashlib.sha256)
     mac.update(body)
     return mac.hexdigest()
 
 
 def is_equal(signature: str, expected: str) -> bool:
-    """Return whether two signatures are equal, in a time that does not depend on them."""
+    """Return whether two signatures are equal, in a time that does not depend on their content."""
     return hmac.compare_digest(signature.encode(), expected.encode())
 
 
-def escaping(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Return `say` for texts that include what others have sent: each is one line, with all escaped
-    that is not printable. A log that cannot be written, as on a full disk, stops nothing."""
+def one_line_log(log: Callable[[str], None]) -> Callable[[str], None]:
+    """Return `log` for texts with parts that strangers have sent: it writes each text as one line,
+    with escapes for characters that are not printable. A log that cannot be written, as on a full
+    disk, stops nothing."""
 
-    def say_one_line(text: str) -> None:
+    def log_one_line(text: str) -> None:
         escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
         with suppress(OSError):
-            say("".join(escaped))
+            log("".join(escaped))
 
-    return say_one_line
+    return log_one_line
 
 
 # Fields of the requests
@@ -179,21 +185,22 @@ Rectangles = Annotated[list[Any], Field(max_length=MOST_RECTANGLES)]
 """JSON of `ParameterBox`."""
 
 
-def _refuse_other_shapes(trees: list[Any]) -> list[Any]:
-    """Return names and shapes of parameters. Raises ValueError for anything else."""
-    for tree in trees:
-        match tree:
-            case [str(name), [*sizes]] if (
-                len(name) <= _LONGEST_NAME and len(sizes) <= _MOST_DIMENSIONS
-            ):
-                if all(type(size) is int and 0 < size < _LARGEST_SIZE for size in sizes):
-                    continue
-        raise ValueError(f"not the name and shape of a parameter: {repr(tree)[:100]}")
-    return trees
+def _checked_parameters(entries: list[Any]) -> list[Any]:
+    """Return `entries`. Raises ValueError unless each is the name and the shape of a parameter."""
+    for entry in entries:
+        is_valid = False
+        match entry:
+            case [str(name), [*sizes]]:
+                is_valid = len(name) <= _LONGEST_NAME and len(sizes) <= _MOST_DIMENSIONS
+                # By `type`, since a bool is an instance of int.
+                is_valid &= all(type(size) is int and 0 < size < _LARGEST_SIZE for size in sizes)
+        if not is_valid:
+            raise ValueError(f"not the name and shape of a parameter: {repr(entry)[:100]}")
+    return entries
 
 
 Parameters = Annotated[
-    list[Any], Field(max_length=MOST_PARAMETERS), AfterValidator(_refuse_other_shapes)
+    list[Any], Field(max_length=MOST_PARAMETERS), AfterValidator(_checked_parameters)
 ]
 """Names and shapes."""
 
@@ -202,8 +209,8 @@ class Request(BaseModel):
     """Fields of a request. most_bytes: limit of the body; most_header_bytes: of the header."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    most_bytes: ClassVar[int] = _SMALL_BYTES
-    most_header_bytes: ClassVar[int] = _SMALL_BYTES
+    most_bytes: ClassVar[int] = _SMALL_BODY_BYTES
+    most_header_bytes: ClassVar[int] = _SMALL_BODY_BYTES
 
 
 class SiteRequest(Request):
@@ -219,13 +226,13 @@ class JoinRequest(SiteRequest):
 
     facts: settings and data that all sites must have alike; allowed: facts that this site may
     change. sites: settings of the outer optimizer. parameters: names and shapes; None: the site
-    only asks whether it may join, before it builds the model. number: of its last outer step;
-    is_new: whether it has no checkpoint. Of the direct exchange: layout (SHA-256
-    of the layout document), plain (parameters that it sends in float32 in any case).
+    only asks whether it may join, before it builds the model. number: the site's last outer step;
+    is_new: whether it has no checkpoint. For the direct exchange only: layout (SHA-256 of the
+    layout document), plain (parameters that the site sends in float32, whatever the codec).
 
-    Reply: the run's state (as of ``wait``), ``window_seconds``, ``is_asynchronous``, ``uploads``
-    (the server asks this site for the initial weights), ``needs_layout`` (it has no document of
-    that digest yet).
+    Reply: the run's state (as the reply to ``wait``), ``window_seconds``, ``is_asynchronous``,
+    ``uploads`` (the server asks this site for the initial weights), ``needs_layout`` (the server
+    has no layout document with this digest).
     """
 
     most_bytes = most_header_bytes = MOST_HEADER_BYTES
@@ -250,7 +257,7 @@ class LeaveRequest(SiteRequest):
 
 class WaitRequest(SiteRequest):
     """Poll for the state of the run after an outer step later than `base`, with the events since
-    outer step `heard` (None: of the last one)."""
+    outer step `heard` (None: the events of the last outer step)."""
 
     base: int = Field(ge=-1, le=MOST_STEP)
     seconds: Seconds
@@ -275,7 +282,7 @@ class ContributeRequest(UploadRequest):
 
 
 class DeliverRequest(SiteRequest):
-    """End of a site's change: `num_messages` of all ranks, relative to outer step `base`, after
+    """End of a site's change: `num_messages` from all ranks, relative to outer step `base`, after
     `step` of the run's `last_step` optimizer steps, trained on `tokens`."""
 
     attempt: Id
@@ -350,7 +357,7 @@ class VoteRequest(SiteRequest):
 class PutRequest(SiteRequest):
     """Store the payload under a key, until the members' `generation` changes."""
 
-    most_bytes = _SMALL_BYTES + MOST_VALUE_BYTES
+    most_bytes = _SMALL_BODY_BYTES + MOST_VALUE_BYTES
 
     generation: Id
     key: Name
@@ -407,11 +414,11 @@ class StepRecord(BaseModel):
     """An outer step that counts, as the server stores and sends it, with more fields that sites
     ignore.
 
-    number: of the outer step; tokens_seen: by the global weights after it (0 where the server holds
-    the weights). step: optimizer step of the `sites` in the mean. ended_step: the run's last step,
-    if the outer step leaves the weights with which the run ended; else 0. fragment: the part of the
-    model with a mean, None where weights are only taken. members: sites that exchanged directly,
-    including sites that took weights. distances: of each site to the mean, if the server computes
+    number: of the outer step; tokens_seen: trained into the global weights after it (0 where the
+    server holds the weights). step: optimizer step of the `sites` in the mean. ended_step: the
+    run's last step, if the run ends with this outer step; else 0. fragment: the part of the model
+    that was averaged, None if sites only took weights. members: sites that exchanged directly,
+    including sites that took weights. distances: by site, to the mean, if the server computes
     the mean.
     """
 
@@ -429,13 +436,13 @@ class StepRecord(BaseModel):
 
 
 class RoundPlan(StepRecord):
-    """Plan of a round of the direct exchange: the outer step that all members record if all of them
-    vote for it, and their parts in it.
+    """Plan of a round of the direct exchange: the outer step that all members record if every
+    member votes for it.
 
-    generation: of the groups of ranks, which must be opened again when it changes. members:
-    ascending, with `weights` in the mean, 0 for the `takers`, which first take the global weights
-    of `donor`. layouts: digests by site. plain: parameters that every site sends in float32.
-    refusal: why the members make no round: every member ends then.
+    generation: id of the groups of ranks, which are opened again when it changes. members: sites,
+    ascending. weights: of the members in the mean, 0 for the `takers`, which first take the global
+    weights of the site `donor`. layouts: digests by site. plain: parameters that every site sends
+    in float32. refusal: why the members make no round: every member ends then.
     """
 
     attempt: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,11 +39,19 @@ class ParameterBox(Box):
         return box
 
 
+class EncodedRectangle(NamedTuple):
+    """Elements of a rectangle, flat, and the scales of the blocks that it touches (None for a codec
+    without scales)."""
+
+    elements: torch.Tensor
+    scales: torch.Tensor | None
+
+
 class Update:
     """Update of a full parameter as it is sent: encoded once, in blocks of the parameter's flat
     order, so that a rectangle decodes to equal values on every site.
 
-    values: float32, what it decodes to, shaped like the parameter.
+    values: the decoded update, float32, shaped like the parameter.
     """
 
     def __init__(self, codec: Codec, update: torch.Tensor) -> None:
@@ -58,14 +66,13 @@ class Update:
             self.values = self._elements.float()
         self._codec = codec
 
-    def cut(self, box: ParameterBox) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what is sent of a rectangle: its elements, flat, and the scales of the blocks that
-        it touches."""
+    def cut(self, box: ParameterBox) -> EncodedRectangle:
+        """Return the part of the update that is sent for a rectangle."""
         elements = self._elements[box.slices].reshape(-1)
         if not isinstance(self._codec, BlockCodec) or self._scales is None:
-            return elements, None
+            return EncodedRectangle(elements, None)
         touched, _ = touched_blocks(self._shape, box, self._codec.block)
-        return elements, self._scales[touched]
+        return EncodedRectangle(elements, self._scales[touched])
 
 
 def touched_blocks(
@@ -76,32 +83,31 @@ def touched_blocks(
     if box.is_flat_range(shape):
         first, last = box.flat_ends(shape)
         blocks = torch.arange(first, last + 1) // block
-        return torch.arange(int(blocks[0]), int(blocks[-1]) + 1), blocks - blocks[0]
-    index = torch.zeros((), dtype=torch.int64)
+        first_block, last_block = first // block, last // block
+        return torch.arange(first_block, last_block + 1), blocks - first_block
+    # Flat indices of the elements of the box, built up by one dimension at a time.
+    indices = torch.zeros((), dtype=torch.int64)
     for offset, size, dimension in zip(box.offsets, box.sizes, shape, strict=True):
-        index = index.unsqueeze(-1) * dimension + torch.arange(offset, offset + size)
-    touched, block_index = torch.unique(index.reshape(-1) // block, return_inverse=True)
+        indices = indices.unsqueeze(-1) * dimension + torch.arange(offset, offset + size)
+    touched, block_index = torch.unique(indices.reshape(-1) // block, return_inverse=True)
     return touched, block_index
 
 
-def join_cuts(codec: Codec, cuts: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> bytes:
+def join_rectangles(codec: Codec, rectangles: Sequence[EncodedRectangle]) -> bytes:
     """Return the payload for several rectangles: all elements, then all scales."""
-    elements = torch.cat([elements for elements, _ in cuts])
+    elements = torch.cat([rectangle.elements for rectangle in rectangles])
     if isinstance(codec, BlockCodec):
-        packed = codec.pack(elements.unsqueeze(0))[0]
-        scales = torch.cat([scale for _, scale in cuts if scale is not None])
-        return packed.numpy().tobytes() + scales.numpy().tobytes()
+        integer_bytes = codec.pack(elements.unsqueeze(0))[0]
+        scales = torch.cat([r.scales for r in rectangles if r.scales is not None])
+        return integer_bytes.numpy().tobytes() + scales.numpy().tobytes()
     return elements.view(torch.uint8).numpy().tobytes()
 
 
-def split_cuts(
+def decode_rectangles(
     codec: Codec, payload: memoryview, boxes: Sequence[tuple[ParameterBox, tuple[int, ...]]]
 ) -> torch.Tensor:
-    """Return the float32 values, flat, of which `join_cuts` made the payload. boxes: each with its
-    parameter's shape.
-
-    Raises ValueError for a payload of another length.
-    """
+    """Return the float32 values, flat, of which `join_rectangles` made the payload. boxes: each
+    with its parameter's shape. Raises ValueError for a payload of another length."""
     counts = [box.num_elements for box, _ in boxes]
     raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if isinstance(codec, FloatCodec):
@@ -110,13 +116,14 @@ def split_cuts(
     touched, block_indices = zip(
         *(touched_blocks(shape, box, codec.block) for box, shape in boxes), strict=True
     )
-    length = -(-sum(counts) * codec.bits // 8)
+    # The integers of every rectangle, then the scales of every rectangle.
     num_scales = [len(blocks) for blocks in touched]
-    _refuse_length(raw, length + 4 * sum(num_scales))
-    integers = codec.unpack(raw[:length].unsqueeze(0), sum(counts))[0].split(counts)
-    scales = raw[length:].clone().view(torch.float32).split(num_scales)
-    cuts = zip(integers, scales, block_indices, strict=True)
-    return torch.cat([elements * scale[block_index] for elements, scale, block_index in cuts])
+    integer_bytes = -(-sum(counts) * codec.bits // 8)
+    _refuse_length(raw, integer_bytes + 4 * sum(num_scales))
+    integers = codec.unpack(raw[:integer_bytes].unsqueeze(0), sum(counts))[0].split(counts)
+    scales = raw[integer_bytes:].clone().view(torch.float32).split(num_scales)
+    rectangles = zip(integers, scales, block_indices, strict=True)
+    return torch.cat([values * scale[block_index] for values, scale, block_index in rectangles])
 
 
 def _refuse_length(raw: torch.Tensor, expected: int) -> None:

@@ -11,7 +11,7 @@ from bigtrain.engine.startup.cpu_collectives import cpu_group
 from bigtrain.engine.startup.long_work import on_all_ranks
 from bigtrain.system.world import World
 
-# A rank that ends makes all ranks end; the main rank may wait long for other sites.
+# Long: the main rank may wait for other sites, and the end of a rank ends all ranks anyway.
 _TIMEOUT_SECONDS = 7 * 86400.0
 
 Result = TypeVar("Result")
@@ -30,26 +30,26 @@ class SiteRanks:
         """The rank of this process in its site."""
         return self._world.rank
 
-    def agreed(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work` on this rank."""
+    def on_all(self, work: Callable[[], Result]) -> Result:
+        """Call `work` on every rank; return this rank's result."""
         return on_all_ranks(work, self._group)
 
     def on_main(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work` on the main rank, on all ranks."""
-        box: list[Any] = [self.agreed(lambda: work() if self._world.is_main else None)]
+        """Call `work` on the main rank only; return its result on all ranks."""
+        broadcast: list[Any] = [self.on_all(lambda: work() if self._world.is_main else None)]
         if self._group is not None:
-            dist.broadcast_object_list(box, src=0, group=self._group)
-        result: Result = box[0]
+            dist.broadcast_object_list(broadcast, src=0, group=self._group)
+        result: Result = broadcast[0]
         return result
 
-    def gathered(self, value: Result) -> list[Result]:
-        """Return `value` of every rank."""
-        everyones: list[Any] = [value]
+    def all_gather(self, value: Result) -> list[Result]:
+        """Return the `value` of every rank, in the order of the ranks."""
+        values: list[Any] = [value]
         if self._group is not None:
-            everyones = [None] * self._world.size
-            dist.all_gather_object(everyones, value, group=self._group)
-        return everyones
+            values = [None] * self._world.size
+            dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def sums(self, *values: float) -> list[float]:
         """Return the sums of `values` over the ranks."""
-        return [sum(rank_values) for rank_values in zip(*self.gathered(values), strict=True)]
+        return [sum(rank_values) for rank_values in zip(*self.all_gather(values), strict=True)]

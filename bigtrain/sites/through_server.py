@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import time
+from itertools import chain
 
 import torch
 
@@ -12,19 +13,25 @@ from bigtrain.engine.train_engine import TrainEngine
 from bigtrain.errors import LaunchError
 from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.sites import SitesSection
-from bigtrain.sites.attempt import Attempt
+from bigtrain.sites.attempt import Attempt, BucketState
 from bigtrain.sites.client import DetachedError, RefusedByServerError
 from bigtrain.sites.codecs import CODECS, FloatCodec, is_finite
 from bigtrain.sites.contribution import decoded
 from bigtrain.sites.membership import Membership, poll_seconds
 from bigtrain.sites.metrics import LEFT_OUT, RETURNED, OuterEvent, square
-from bigtrain.sites.outer_state import Bucket, OuterState, packed, unpacked
+from bigtrain.sites.outer_state import (
+    Bucket,
+    OuterState,
+    RectangleView,
+    pack_views,
+    unpack_views,
+)
 from bigtrain.sites.protocol import Header, StepRecord
-from bigtrain.sites.rectangles import ParameterBox, split_cuts
+from bigtrain.sites.rectangles import decode_rectangles
 from bigtrain.sites.site_ranks import SiteRanks
 
 _TRIES = 3
-_PLAIN = FloatCodec(torch.float32, is_relative=False)
+_FLOAT32 = FloatCodec(torch.float32, is_relative=False)
 
 
 class ServerSteps:
@@ -45,7 +52,7 @@ class ServerSteps:
         self._membership = membership
         self.state = OuterState(engine, sites)
         self._is_new = False
-        self._is_absolute = True  # a synchronous server takes weights instead of differences
+        self._takes_weights = True  # a synchronous server; an asynchronous one takes differences
         self._heard = 0  # the outer step up to which the server has sent its events
 
     def begin(self, header: Header) -> None:
@@ -54,14 +61,14 @@ class ServerSteps:
         membership = self._membership
         for tries_left in reversed(range(_TRIES)):
             reply = self._ranks.on_main(lambda: membership.join(header))
-            self._is_new, self._is_absolute = header["is_new"], not reply["is_asynchronous"]
+            self._is_new, self._takes_weights = header["is_new"], not reply["is_asynchronous"]
             try:
                 if reply["uploads"]:
-                    self._ranks.agreed(self._upload)
+                    self._ranks.on_all(self._upload)
                     self._ranks.on_main(lambda: membership.ask("uploaded", {}))
                 return
             except RefusedByServerError:
-                # A server that has started again has no initial weights, and asks who joins next.
+                # The server has started again, and asks the next site that joins for the weights.
                 if not tries_left:
                     raise
 
@@ -72,7 +79,7 @@ class ServerSteps:
             if attempt.fragment is None:
                 self._resync(attempt, deadline)
             else:
-                self._take_part(attempt, deadline)
+                self._exchange_change(attempt, deadline)
         except DetachedError as error:
             attempt.detach_reason = str(error)
 
@@ -93,20 +100,24 @@ class ServerSteps:
             attempt.events.append(self._site_event(RETURNED, reason, current))
         attempt.record = StepRecord.model_validate(current)
 
-    def _take_part(self, attempt: Attempt, deadline: float) -> None:
-        name, before = self._ranks.on_main(lambda: secrets.token_hex(8)), self._membership.num_bytes
-        own_messages = self._ranks.agreed(lambda: self._contribute(attempt, name, deadline))
-        attempt.num_bytes = self._membership.num_bytes - before
+    def _exchange_change(self, attempt: Attempt, deadline: float) -> None:
+        """Send this site's change, and take the weights of the next outer step."""
+        attempt_id = self._ranks.on_main(lambda: secrets.token_hex(8))
+        bytes_before = self._membership.num_bytes
+        rank_messages = self._ranks.on_all(lambda: self._contribute(attempt, attempt_id, deadline))
+        attempt.num_bytes = self._membership.num_bytes - bytes_before
         started_at = time.perf_counter()
-        num_messages = sum(self._ranks.gathered(own_messages))
-        current = self._ranks.on_main(lambda: self._deliver(attempt, name, num_messages, deadline))
+        num_messages = sum(self._ranks.all_gather(rank_messages))
+        current = self._ranks.on_main(
+            lambda: self._deliver(attempt, attempt_id, num_messages, deadline)
+        )
         attempt.waited = time.perf_counter() - started_at
         took_part = self._sites.index in current["sites"] and not current.get("late")
         current = self._receive(attempt, current, deadline, is_update=took_part)
         attempt.events += [OuterEvent(**event) for event in current.get("events", ())]
         self._heard = int(current["number"])
         if not took_part:
-            attempt.errors = ()  # what was rounded off with a change that nobody has used
+            attempt.errors = ()  # the change was not used, so its rounding errors do not count
             reason = f"missed outer step {attempt.number + 1}; loaded the weights of outer step"
             reason += f" {current['number']}"
             attempt.events.append(self._site_event(LEFT_OUT, reason, current))
@@ -118,60 +129,61 @@ class ServerSteps:
 
     # Requests
 
-    def _own_boxes(
+    def _own_rectangles(
         self, bucket: Bucket, flat: torch.Tensor, *, primary: bool
-    ) -> tuple[list[tuple[ParameterBox, tuple[int, ...]]], list[torch.Tensor]]:
-        """Return the rectangles of this rank's own share of a tensor in the order of a bucket, with
-        the shapes of their parameters; and their views."""
-        cuts = list(bucket.boxes(flat, self.state.own(len(flat)), primary=primary))
-        return [(box, shape) for box, shape, _ in cuts], [view for _, _, view in cuts]
+    ) -> list[RectangleView]:
+        """Return the rectangles of this rank's share of `flat`, in the order of the bucket."""
+        return list(bucket.rectangles(flat, self.state.own_slice(len(flat)), primary=primary))
 
     def _upload(self) -> None:
         """Send this rank's part of the initial weights."""
         for bucket in self.state.buckets(0):
-            boxes, views = self._own_boxes(bucket, bucket.weights, primary=True)
-            if boxes:
-                header = {"boxes": [box.to_json() for box, _ in boxes]}
-                payload = packed(views).numpy().tobytes()
-                self._membership.ask("upload", header, payload=payload)
+            rectangles = self._own_rectangles(bucket, bucket.weights, primary=True)
+            if rectangles:
+                header = {"boxes": [rectangle.box.to_json() for rectangle in rectangles]}
+                values = pack_views(rectangle.view for rectangle in rectangles)
+                self._membership.ask("upload", header, payload=values.numpy().tobytes())
 
-    def _contribute(self, attempt: Attempt, name: str, deadline: float) -> int:
-        """Send what this rank's masters have changed since the last outer step; return the number
-        of messages."""
+    def _contribute(self, attempt: Attempt, attempt_id: str, deadline: float) -> int:
+        """Send the change of this rank's masters since the last outer step; return the number of
+        messages."""
         codec, errors, num_messages = CODECS[self._sites.codec], [], 0
-        relative = codec.is_relative or not self._is_absolute
+        sends_change = codec.is_relative or not self._takes_weights
         for part, bucket in enumerate(self.state.buckets(0)):
-            # What has changed, with what earlier messages have rounded off.
-            local = bucket.gathered()
-            attempt.squares[0] += square(local, bucket.weights)
-            attempt.squares[2] += len(local)
-            change = local - bucket.weights if relative else local
+            # The change, or the weights, and the rounding error of earlier messages.
+            local = bucket.copy_masters()
+            attempt.squares.change += square(local, bucket.weights)
+            attempt.squares.num_elements += len(local)
+            sent = local - bucket.weights if sends_change else local
             error = None
             if bucket.error is not None:
-                change += bucket.error
+                sent += bucket.error
                 error = bucket.error.clone()
             errors.append(error)
-            boxes, views = self._own_boxes(bucket, change, primary=True)
-            if not boxes:
+            rectangles = self._own_rectangles(bucket, sent, primary=True)
+            if not rectangles:
                 continue
-            values = packed(views).unsqueeze(0)
+            values = pack_views(rectangle.view for rectangle in rectangles).unsqueeze(0)
             codes = codec.encode(values)
-            part_key = {"attempt": name, "rank": self._ranks.rank, "part": part}
-            header = {**part_key, "boxes": [box.to_json() for box, _ in boxes]}
+            part_key = {"attempt": attempt_id, "rank": self._ranks.rank, "part": part}
+            header = {**part_key, "boxes": [rectangle.box.to_json() for rectangle in rectangles]}
             self._membership.ask("contribute", header, deadline, codes[0].numpy().tobytes())
             num_messages += 1
-            if error is not None:  # error feedback: what the server does not get
+            if error is not None:  # error feedback: the difference to the values that are received
                 rounding = (values - decoded(codec, codes, values.shape[1]))[0]
-                _, views = self._own_boxes(bucket, error, primary=True)
-                for view, value in unpacked(rounding, views):
+                rectangles = self._own_rectangles(bucket, error, primary=True)
+                error_views = [rectangle.view for rectangle in rectangles]
+                for view, value in unpack_views(rounding, error_views):
                     view.copy_(value)
         attempt.errors = errors
         return num_messages
 
-    def _deliver(self, attempt: Attempt, name: str, num_messages: int, deadline: float) -> Header:
+    def _deliver(
+        self, attempt: Attempt, attempt_id: str, num_messages: int, deadline: float
+    ) -> Header:
         """Report that all parts are sent; return the server's state after an outer step."""
         header = {
-            "attempt": name,
+            "attempt": attempt_id,
             "base": attempt.number,
             "step": attempt.step,
             "last_step": attempt.last_step,
@@ -197,45 +209,49 @@ class ServerSteps:
     def _receive(
         self, attempt: Attempt, current: Header, deadline: float, *, is_update: bool
     ) -> Header:
-        """Receive the global weights of the outer step in `current`, as an update if this rank has
-        the weights before it; return the state that they are of, which may be a newer one."""
+        """Receive the global weights of the state `current`, or of a newer state; return that
+        state. is_update: an update suffices, since this rank has the weights before `current`."""
         buckets = list(self.state.buckets(0))
         for tries_left in reversed(range(_TRIES)):
             number = int(current["number"])
             form = "update" if is_update and number == attempt.number + 1 else "full"
 
             def fetch(number: int = number, form: str = form) -> list[torch.Tensor]:
-                return [self._fetched(bucket, number, form, deadline) for bucket in buckets]
+                return [self._fetch_bucket(bucket, number, form, deadline) for bucket in buckets]
 
             try:
-                weights = self._ranks.agreed(fetch)
+                weights = self._ranks.on_all(fetch)
                 break
             except DetachedError:
                 # The server may have made another step meanwhile, which one site cannot hold up.
                 if not tries_left:
                     raise
-                last = number - 1
-                current = self._ranks.on_main(functools.partial(self._wait, last, deadline))
-        attempt.received = [(bucket_weights, None) for bucket_weights in weights]
+                wait = functools.partial(self._wait, number - 1, deadline)
+                current = self._ranks.on_main(wait)
+        attempt.received = [BucketState(bucket_weights, None) for bucket_weights in weights]
         return current
 
-    def _fetched(self, bucket: Bucket, number: int, form: str, deadline: float) -> torch.Tensor:
-        """Return the new global weights of a bucket, of which this rank's own share is filled."""
+    def _fetch_bucket(
+        self, bucket: Bucket, number: int, form: str, deadline: float
+    ) -> torch.Tensor:
+        """Return the global weights [N] of a bucket after outer step `number`, for this rank's
+        share; other elements are the old weights. form: of the request."""
         new = bucket.weights.clone()
-        boxes, views = self._own_boxes(bucket, new, primary=False)
-        if not boxes:
+        rectangles = self._own_rectangles(bucket, new, primary=False)
+        if not rectangles:
             return new
-        header = {"number": number, "form": form, "boxes": [box.to_json() for box, _ in boxes]}
+        boxes = [rectangle.box.to_json() for rectangle in rectangles]
+        header = {"number": number, "form": form, "boxes": boxes}
         reply, payload = self._membership.fetch("weights", header, deadline)
-        is_update = reply["form"] == "update"
-        codec = CODECS[self._sites.codec] if is_update else _PLAIN
-        values = split_cuts(codec, payload, boxes)
+        is_update = reply["form"] == "update"  # the server may send full weights instead
+        codec = CODECS[self._sites.codec] if is_update else _FLOAT32
+        values = decode_rectangles(codec, payload, [(r.box, r.shape) for r in rectangles])
         if not is_finite(values):
             raise DetachedError(
                 f"{self._sites.server} sent weights of outer step {number} that are not finite, "
                 "which this site does not take"
             )
-        for view, value in unpacked(values, views):
+        for view, value in unpack_views(values, [rectangle.view for rectangle in rectangles]):
             view.copy_(view + value if is_update and codec.is_relative else value)
         return new
 
@@ -243,9 +259,9 @@ class ServerSteps:
 def full_shapes(engine: TrainEngine, ranks: SiteRanks) -> dict[str, tuple[int, ...]]:
     """Return the full shape of each trained parameter of all pipeline stages by its name; (1,) for
     a scalar. Collective."""
-    own_shapes = {
+    rank_shapes = {
         name: tuple(full_shape(parameter)) or (1,)
         for name, parameter in engine.module.named_parameters()
         if parameter.requires_grad
     }
-    return {name: shape for shapes in ranks.gathered(own_shapes) for name, shape in shapes.items()}
+    return dict(chain.from_iterable(shapes.items() for shapes in ranks.all_gather(rank_shapes)))

@@ -32,12 +32,13 @@ from bigtrain.errors import DataError
 
 
 class Argument:
-    """Additions to what follows for an argument from the type of its field.
+    """Additions to the properties that an argument has by the type of its field.
 
-    `flags`: names other than ``--its-name``; one without dashes is a positional argument. `one_of`:
-    at most, or exactly, one of the arguments with such a group is given. `shorthand`: another flag,
-    the value that it gives, and its help. `example`: a pair of a mapping, for its error.
-    `settings`: for ``add_argument`` of argparse; they replace what follows from the type.
+    `flags`: names other than ``--its-name``; a name without dashes is a positional argument.
+    `one_of`: at most, or exactly, one of the arguments with this value is given. `shorthand`:
+    another flag, the value that it gives to the field, and its help. `example`: a pair of a
+    mapping, for the error text. `settings`: for ``add_argument`` of argparse; they override those
+    of the type.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser, record: type, *, has_help: bo
         if argument.is_positional:
             parser.add_argument(field.name, **settings)
             continue
-        # Arguments that exclude each other are in a group, which begins with the first of them.
+        # Arguments that exclude each other are in a group, which the first argument creates.
         target: Any = parser
         if argument.one_of is not None:
             if argument.one_of not in groups:
@@ -89,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser, record: type, *, has_help: bo
 
 
 def _settings(field: Field[Any], annotation: Any) -> tuple[Argument, dict[str, Any]]:
-    """Return the additions to a field, and what ``add_argument`` takes by its type."""
+    """Return the additions to a field, and the settings for ``add_argument`` by its type."""
     value_type, notes = _unwrapped(annotation)
     argument = next((note for note in notes if isinstance(note, Argument)), Argument())
     settings: dict[str, Any] = {}
@@ -106,7 +107,7 @@ def _settings(field: Field[Any], annotation: Any) -> tuple[Argument, dict[str, A
         settings["choices"] = get_args(value_type)
     elif value_type is not str:
         settings["type"] = value_type
-    # The notes of a field come after those of the alias in its type, and replace them.
+    # The notes of a field come after the notes of the alias in its type, and override them.
     for note in notes:
         if isinstance(note, str):
             settings["metavar"] = note
@@ -144,8 +145,8 @@ def command_words(values: Any, **changed: object) -> list[str]:
         if value == field.default:
             continue
         argument, settings = _settings(field, annotation)
-        flag = (argument.flags or (f"--{field.name.replace('_', '-')}",))[0]
-        # A sequence has an item, or a pair, for each time that its option is written.
+        flag = argument.flags[0] if argument.flags else f"--{field.name.replace('_', '-')}"
+        # The texts of the value: of a sequence or mapping one for each item.
         if isinstance(value, Mapping):
             items = [f"{name}={item}" for name, item in value.items()]
         elif isinstance(value, tuple | list):
@@ -157,7 +158,8 @@ def command_words(values: Any, **changed: object) -> list[str]:
         elif value is True:
             options.append(flag)
         elif settings.get("action") == "append":
-            options += [word for item in items for word in (flag, item)]
+            for item in items:
+                options += [flag, item]
         else:
             options += [flag, *items]
     return [*options, *positional]
@@ -167,12 +169,14 @@ def _written_fields(record: type) -> Iterator[tuple[Field[Any], Any]]:
     """Yield the fields that can be written on a command line: not those that hold a function."""
     annotations = get_type_hints(record, include_extras=True)
     for field in fields(record):
-        if get_origin(_unwrapped(annotations[field.name])[0]) is not Callable:
+        value_type, _ = _unwrapped(annotations[field.name])
+        if get_origin(value_type) is not Callable:
             yield field, annotations[field.name]
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, list[Any]]:
-    """Return a type without `Annotated` and alternatives, and its notes, those of aliases first."""
+    """Return a type without `Annotated` and without further alternatives (``X`` of ``X | None``),
+    and its notes, the notes of aliases first."""
     if get_origin(annotation) is Annotated:
         value_type, notes = _unwrapped(annotation.__origin__)
         return value_type, [*notes, *annotation.__metadata__]
@@ -182,13 +186,13 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Any]]:
 
 
 def field_texts(record: type, root: type = object) -> dict[str, str]:
-    """Return the string below each field of a class and of its bases before `root`, in one line."""
+    """Return by field the string below it, in one line: of a class and its bases before `root`."""
     texts = {}
     for base in reversed(record.__mro__[: record.__mro__.index(root)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
-        for pair in pairwise(definition.body):
-            match pair:
+        for statements in pairwise(definition.body):
+            match statements:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     texts[name] = " ".join(text.split())
     return texts
@@ -208,12 +212,12 @@ _NUMBERS = {
     "fraction": "a number from 0 to below 1",
     "fraction_or_one": "a number from 0 to 1",
 }
-"""Values of arguments, by the function that reads them."""
+"""Descriptions of values, by the name of the function that reads the value."""
 
 
 def with_plain_types(message: str) -> str:
-    """Return the message of argparse about a text that is not a number, in which argparse has the
-    name of a function, in plain words; other messages as they are."""
+    """Return a message of argparse about a text that is not a number, with a description instead of
+    the name of the function that reads the number; return other messages unchanged."""
     match = re.fullmatch(
         r"(?P<argument>argument .*): invalid (?P<type>\w+) value: (?P<text>'.*')",
         message,
@@ -245,9 +249,9 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text} is not a size, such as 67108864, 64MiB or 1GB")
-    number, unit, binary = match.groups()
+    number, unit, binary_mark = match.groups()
     power = " kmgt".index(unit.lower()) if unit else 0
-    value = int(float(number) * (1024 if binary else 1000) ** power)
+    value = int(float(number) * (1024 if binary_mark else 1000) ** power)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1 byte")
     return value
@@ -294,7 +298,7 @@ def above_zero(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """Parse a seed of a random generator: 64 bits with a sign."""
+    """Parse a seed of a random generator: not negative, and a signed 64-bit integer."""
     value = int(text)
     if not 0 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is not an integer from 0 to below 2^63")

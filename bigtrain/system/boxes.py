@@ -50,17 +50,21 @@ class Box:
 
     def intersect(self, box: Box) -> Self | None:
         """Return the rectangle of the elements in both; None if there are none."""
-        edges = zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
-        ranges = [(max(a, b), min(a + m, b + n)) for a, m, b, n in edges]
-        if any(low >= high for low, high in ranges):
-            return None
-        sizes = tuple(high - low for low, high in ranges)
-        return replace(self, offsets=tuple(low for low, _ in ranges), sizes=sizes)
+        dimensions = zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
+        offsets, sizes = [], []
+        for start, size, other_start, other_size in dimensions:
+            low = max(start, other_start)
+            high = min(start + size, other_start + other_size)
+            if low >= high:
+                return None
+            offsets.append(low)
+            sizes.append(high - low)
+        return replace(self, offsets=tuple(offsets), sizes=tuple(sizes))
 
     def difference(self, inner: Box) -> Iterator[Self]:
-        """Yield rectangles that together have the elements outside of `inner`, which is part of
-        this one."""
-        remainder = self
+        """Yield rectangles that together have the elements outside of `inner`, which is inside this
+        rectangle."""
+        remainder = self  # along the dimensions that are done, as large as `inner`
         for dim, (first, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
             end = remainder.offsets[dim] + remainder.sizes[dim]
             for low, high in ((remainder.offsets[dim], first), (first + size, end)):
@@ -69,7 +73,7 @@ class Box:
             remainder = remainder.replace(dim, first, size)
 
     def split(self, max_elements: int) -> Iterator[Self]:
-        """Yield rectangles of at most `max_elements` elements that cover this one."""
+        """Yield rectangles of at most `max_elements` elements that cover this rectangle."""
         if self.num_elements <= max_elements:
             yield self
             return
@@ -79,8 +83,8 @@ class Box:
             yield from part.split(max_elements)
 
     def flat_ends(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the flat (row-major) positions of its first and last element in a tensor of this
-        shape."""
+        """Return the flat (row-major) positions of the first and the last element in a tensor of
+        this shape."""
         first = last = 0
         for length, offset, size in zip(shape, self.offsets, self.sizes, strict=True):
             first, last = first * length + offset, last * length + offset + size - 1
@@ -95,25 +99,26 @@ class Box:
 def flat_boxes(shape: Numbers, start: int, count: int) -> list[Box]:
     """Split the flat range [start, start + count) of a row-major tensor into rectangles.
 
-    At most 2 * ndim - 1 of them, in order of the range: a partial first row, full rows, a partial
-    last row, and recursively inside the partial rows.
+    The rectangles, at most 2 * ndim - 1, are in the order of the range: a partial first row, full
+    rows, a partial last row, and recursively inside the partial rows.
     """
     if count <= 0:
         return []
     if len(shape) <= 1:
         return [Box((start,), (count,))]
-    row, end = math.prod(shape[1:]), start + count
-    first, last = -(-start // row), end // row  # full rows
-    if first > last:
-        return _in_row(shape, last, start, end)
-    boxes = _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        boxes.append(Box.full(shape).replace(0, first, last - first))
-    return boxes + _in_row(shape, last, last * row, end)
+    row_size, end = math.prod(shape[1:]), start + count
+    first, stop = -(-start // row_size), end // row_size  # the full rows [first, stop)
+    if first > stop:  # the range is inside one row
+        return _in_row(shape, stop, start, end)
+    boxes = _in_row(shape, first - 1, start, first * row_size)
+    if first < stop:
+        boxes.append(Box.full(shape).replace(0, first, stop - first))
+    return boxes + _in_row(shape, stop, stop * row_size, end)
 
 
 def _in_row(shape: Numbers, row: int, start: int, end: int) -> list[Box]:
-    """Return the rectangles of the flat range [start, end) of a tensor, which is inside `row`."""
+    """Return the rectangles of the flat range [start, end), inside `row`, of a tensor; none if the
+    range is empty."""
     inner = flat_boxes(shape[1:], start - row * math.prod(shape[1:]), end - start)
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in inner]
 
@@ -138,7 +143,8 @@ class ShardRanges:
         return self._rows(0, self.local_size).sizes
 
     def boxes(self) -> Iterator[tuple[Box, Box]]:
-        """Yield each rectangle that the shard holds: in the full tensor, and in the shard."""
+        """Yield each rectangle that the shard holds, in coordinates of the full tensor and of the
+        shard."""
         if self.dim is None:
             yield Box.full(self.shape), Box.full(self.shape)
             return
@@ -148,15 +154,16 @@ class ShardRanges:
             begin += stop - start
 
     def to_full(self, local: Box) -> Iterator[tuple[Box, Box]]:
-        """Yield the rectangles of the full tensor that a rectangle of the shard holds, each with
-        its rectangle relative to `local`. Without padding."""
+        """Yield the elements of a rectangle `local` of the shard, without padding: rectangles in
+        coordinates of the full tensor, and relative to `local`."""
         for full, local_box in self.boxes():
             common = local_box.intersect(local)
             if common is not None:
                 yield common.relative_to(local_box).moved(full.offsets), common.relative_to(local)
 
     def to_local(self, full: Box) -> Iterator[Box]:
-        """Yield the rectangles of the shard with elements of a rectangle of the full tensor."""
+        """Yield the shard's elements of a rectangle of the full tensor, as rectangles of the
+        shard."""
         for full_box, local_box in self.boxes():
             common = full_box.intersect(full)
             if common is not None:

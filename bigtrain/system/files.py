@@ -32,8 +32,8 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def cannot_be_written(path: Path, error: Exception, remedy: str) -> str:
-    """Return the text of an OutputError. A `remedy` that begins with "make room, or " loses that
-    part if the disk is not the cause."""
+    """Return the text of an OutputError. "make room, or " at the beginning of `remedy` is omitted
+    if `error` is not that of a full disk."""
     if getattr(error, "errno", None) in _NOT_A_FULL_DISK:
         remedy = remedy.removeprefix("make room, or ")
     return f"{path}: cannot be written: {one_line(error, None)} -> {remedy}"
@@ -108,10 +108,10 @@ def require_free(path: Path) -> None:
     try:
         is_empty = not any(path.iterdir())
     except FileNotFoundError:
-        if not path.is_symlink():
+        if not path.is_symlink():  # a broken link would be overwritten
             return
     except NotADirectoryError:
-        if not path.exists():
+        if not path.exists():  # a parent is a file: writing will fail
             return
     else:
         if is_empty:
@@ -124,20 +124,23 @@ def require_free(path: Path) -> None:
 
 
 def make_parents(directory: Path) -> list[Path]:
-    """Create `directory` and its missing parents; return those created, innermost last."""
-    missing = [p for p in (directory, *directory.parents) if not p.exists()]
+    """Create `directory` and its missing parents; return the created directories, innermost
+    last."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return list(reversed(missing))
 
 
 def _lock_empty(partial: Path, path: Path) -> int:
-    """Create, lock and empty `partial`. The lock is released with the process, however it ends."""
+    """Create, lock and empty `partial`; return the file descriptor of the lock. The system releases
+    the lock with the process, however the process ends."""
     while True:
         partial.mkdir(exist_ok=True)
         lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between open and lock the owner may have renamed it to `path`, or removed it.
+            # Between `open` and `flock` the owner may have renamed `partial` to `path`, or removed
+            # it: then create another one.
             if partial.exists() and os.path.samestat(os.fstat(lock), partial.stat()):
                 for entry in partial.iterdir():
                     if entry.is_dir() and not entry.is_symlink():
@@ -211,8 +214,8 @@ def write_whole(
 def whole_file(path: Path, draft: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     """Yield a file to write; it is renamed to `path` when the block ends without an exception.
 
-    `draft`: its temporary name, on the same file system; each of several processes that may write
-    `path` at once needs another name. `durable`: fsync, so that it survives a crash of the machine.
+    `draft`: temporary name, on the same file system; processes that may write `path` at once need
+    different names. `durable`: fsync, so that the file survives a crash of the machine.
     """
     try:
         with draft.open("w+b") as file:
@@ -281,14 +284,16 @@ RUN_FOLDERS = (
 
 
 def run_files(names: Iterable[str], is_run: Callable[[str], bool]) -> list[str]:
-    """Return the `names`, paths of files with slashes, that a run has written: its texts and
-    folders in a folder for which `is_run` (of its path, empty for the folder of `names`)."""
+    """Return the `names`, paths of files with slashes, that a run has written: its texts, and files
+    in its folders. is_run: whether a folder is a run directory, by its path relative to the folder
+    of `names` (empty for that folder)."""
     written = []
     for name in names:
         *folders, file = name.split("/")
-        candidates = [n for n, folder in enumerate(folders) if folder in RUN_FOLDERS]
+        # The lengths of paths that may be a run directory: above a folder or a text of a run.
+        path_lengths = [n for n, folder in enumerate(folders) if folder in RUN_FOLDERS]
         if file in RUN_TEXTS:
-            candidates.append(len(folders))
-        if any(is_run("/".join(folders[:number])) for number in candidates):
+            path_lengths.append(len(folders))
+        if any(is_run("/".join(folders[:length])) for length in path_lengths):
             written.append(name)
     return written

@@ -24,10 +24,10 @@ def cached_hub_file(name: str, file: str) -> Path | None:
         default_home = os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
         cache = os.path.join(os.environ.get("HF_HOME", default_home), "hub")
     directory = Path(os.path.expandvars(cache)).expanduser()
-    snapshots = directory / f"models--{name.replace('/', '--')}"
+    model_folder = directory / f"models--{name.replace('/', '--')}"
     try:
-        revision = (snapshots / "refs" / "main").read_text(encoding="utf-8").strip()
+        revision = (model_folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
         return None
-    path = snapshots / "snapshots" / revision / file
+    path = model_folder / "snapshots" / revision / file
     return path if path.is_file() else None

@@ -40,9 +40,10 @@ class Owner:
         return cls(_machine(), os.getpid(), _start_time(os.getpid()) or "", token)
 
     def is_known_dead(self) -> bool:
-        """Return True if it ran on this machine and has ended; False for a process of another
-        machine."""
-        return "" != self.machine == _machine() and _start_time(self.pid) != self.started
+        """Return True if the process ran on this machine and has ended; False for a process of
+        another machine."""
+        is_here = self.machine != "" and self.machine == _machine()
+        return is_here and _start_time(self.pid) != self.started
 
 
 class Leases:
@@ -90,7 +91,10 @@ class Leases:
     def is_live(self, name: str) -> bool:
         """Return whether a process holds a lease on `name` that has not expired."""
         path = self.directory / f"{name}{SUFFIX}"
-        return path.exists() and self._state(path)[0] == "live"
+        if not path.exists():
+            return False
+        state, _ = self._state(path)
+        return state == "live"
 
     def release(self, tokens: set[str]) -> None:
         """Release the leases of processes `tokens`, which have ended."""
@@ -109,15 +113,15 @@ class Leases:
         owner = _read(path)
         if owner is not None and owner.is_known_dead():
             return "dead", owner
-        # The file system's clock gives the time: the clocks of machines may differ.
-        clock = self.directory / f"clock.{self.token}"
+        # Both times are of the file system's clock: the clocks of machines may differ.
+        clock_file = self.directory / f"clock.{self.token}"
         try:
-            clock.touch()
-            age_s = clock.stat().st_mtime - path.stat().st_mtime
-        except FileNotFoundError:
+            clock_file.touch()
+            age_s = clock_file.stat().st_mtime - path.stat().st_mtime
+        except FileNotFoundError:  # the lease was released
             return "expired", owner
         finally:
-            clock.unlink(missing_ok=True)
+            clock_file.unlink(missing_ok=True)
         return ("expired" if age_s > LEASE_S else "live"), owner
 
 
@@ -129,6 +133,7 @@ def _read(path: Path) -> Owner | None:
 
 
 def _keep_alive(path: Path, stop: threading.Event) -> None:
+    """Renew the lease at `path` until `stop`."""
     while not stop.wait(HEARTBEAT_S):
         try:
             os.utime(path)
@@ -137,6 +142,7 @@ def _keep_alive(path: Path, stop: threading.Event) -> None:
 
 
 def _machine() -> str:
+    """Return the boot and the PID namespace of this process; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -151,5 +157,5 @@ def _start_time(pid: int) -> str | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # State Z, a zombie: it has ended, and its parent has not waited for it yet.
+    # Field 3 of proc(5) is the state (a zombie, Z, has ended), field 22 the start time.
     return None if fields[0] in "ZX" else fields[19]

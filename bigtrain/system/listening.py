@@ -11,9 +11,9 @@ from contextlib import suppress
 
 
 def try_port(port: int = 0, address: str = "", *, may_be_bound: bool = False) -> int:
-    """Return `port` of an address of this machine (default: of all), or a free one for 0. Raises
-    OSError if it is taken. may_be_bound: it may be one that a socket holds for a store, without
-    listening (SO_REUSEADDR, as torch's server has it)."""
+    """Return `port`, or a free port if it is 0, of an address of this machine (default: all
+    addresses). Raises OSError if the port is taken. may_be_bound: a socket that does not listen may
+    hold the port for a store (SO_REUSEADDR, as torch's server has it)."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, may_be_bound)
         probe.bind((address, port))
@@ -48,8 +48,9 @@ def listen_where_reached(host: str, port: int) -> socket.socket | None:
 
 
 def own_address(host: str) -> str:
-    """Return the address of this machine at which others reach it as `host`: the address to listen
-    at. 0.0.0.0, all addresses, if `host` resolves to none of this machine here, as behind NAT."""
+    """Return the address of this machine to listen at, so that other hosts reach it as `host`:
+    0.0.0.0, all addresses, if `host` does not resolve to an address of this machine, as behind
+    NAT."""
     bound = listen_where_reached(host, 0)
     if bound is None:
         return "0.0.0.0"
@@ -78,6 +79,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _bound(address: str, port: int) -> socket.socket | None:
+    """Return a socket bound to the first usable address that `address` resolves to; None if there
+    is none."""
     try:
         infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError:

@@ -73,7 +73,7 @@ def run_local_world(
             )
             for rank in range(world_size)
         ]
-        # Wait for all; the time is for each that is left.
+        # Wait for all ranks, at most `timeout_seconds` for each in turn.
         codes: list[int | str] = []
         try:
             for process in processes:

@@ -48,16 +48,16 @@ def this_machine(environment: Mapping[str, str], root: Path = ROOT) -> Machine:
     if hasattr(os, "sched_getaffinity"):
         num_cores = len(os.sched_getaffinity(0))
     memory = available_memory_bytes(root) or UNLIMITED_BYTES
-    for limit in _control_group("cpu.max", root):
+    for limit in _control_group("cpu.max", root):  # "QUOTA PERIOD": microseconds of CPU time
         quota, _, period = limit.partition(" ")
         if quota != "max":
             num_cores = min(num_cores, int(quota) // int(period))
     for limit in _control_group("memory.max", root):
         if limit != "max":
             memory = min(memory, int(limit))
-    local = environment.get("LOCAL_WORLD_SIZE", "1")
-    parts = max(1, int(local)) if local.isdecimal() else 1
-    return Machine(max(1, num_cores // parts), memory // parts)
+    local_size = environment.get("LOCAL_WORLD_SIZE", "1")
+    num_processes = max(1, int(local_size)) if local_size.isdecimal() else 1
+    return Machine(max(1, num_cores // num_processes), memory // num_processes)
 
 
 def available_memory_bytes(root: Path = ROOT) -> int | None:
@@ -70,10 +70,10 @@ def available_memory_bytes(root: Path = ROOT) -> int | None:
 
 
 def _control_group(name: str, root: Path) -> Iterator[str]:
-    """Yield the contents of file `name` in this process's cgroup, and in each of its parents."""
+    """Yield the contents of file `name` in this process's cgroup, and in every parent cgroup."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            if not line.startswith("0::"):
+            if not line.startswith("0::"):  # a hierarchy of version 1
                 continue
             group = Path(line.removeprefix("0::/"))
             for level in (group, *group.parents):
@@ -104,7 +104,7 @@ def cpu_share(
     threads: int | None = None,
     bind: bool | None = None,
 ) -> CpuShare:
-    """Return the share of rank `local_rank` of its host.
+    """Return the threads and cores of rank `local_rank` of its host.
 
     allowed_cores: cores this process may run on; num_cores: cores that all processes of the host
     may use together (a container may limit them further). computes_on_cpu: True if there is work
@@ -130,9 +130,8 @@ def cpu_share(
         return CpuShare(threads)
     cores_per_rank = len(cores) // num_processes
     share_index = local_rank % num_processes
-    return CpuShare(
-        threads, frozenset(cores[share_index * cores_per_rank : (share_index + 1) * cores_per_rank])
-    )
+    first_core = share_index * cores_per_rank
+    return CpuShare(threads, frozenset(cores[first_core : first_core + cores_per_rank]))
 
 
 NCCL_TRACE = "nccl_trace_rank_"
@@ -143,7 +142,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PINNED_ROUNDING = ("pinned_max_round_threshold_mb", "64")
 _EXPANDABLE = ("expandable_segments", "True")
 
-# Each with the names under which torch 2.11 and later also know it (torch/csrc/distributed/c10d,
+# Values, each with all names of its variable in torch 2.11 and later (torch/csrc/distributed/c10d,
 # ProcessGroupNCCL.hpp and FlightRecorder.hpp); a value of the user is kept under any name.
 _NCCL: tuple[tuple[tuple[str, ...], str], ...] = (
     # End the process when NCCL reports an error or a collective exceeds the group's timeout,
@@ -168,9 +167,10 @@ def nccl_defaults(environment: Mapping[str, str], directory: Path) -> dict[str, 
 
 
 def allocator_settings(environment: Mapping[str, str]) -> list[str]:
-    """Return settings strings for torch's CUDA allocator, best first; they include the user's own.
+    """Return settings strings for torch's CUDA allocator, best first; they include the user's
+    settings.
 
-    The later ones are for a torch that lacks a key. Empty if the user has set all keys,
+    Later strings have fewer keys, for a torch that lacks a key. Empty if the user has set all keys,
     or uses another allocator (``backend:cudaMallocAsync``), which does not have these keys.
     """
     user_settings = next(
@@ -179,27 +179,28 @@ def allocator_settings(environment: Mapping[str, str]) -> list[str]:
     user_keys = {part.partition(":")[0].strip() for part in user_settings.split(",")}
     if "backend:cudamallocasync" in user_settings.replace(" ", "").lower():
         return []
-    added = [pair for pair in (_EXPANDABLE, _PINNED_ROUNDING) if pair[0] not in user_keys]
+    settings = (_EXPANDABLE, _PINNED_ROUNDING)
+    added = [f"{key}:{value}" for key, value in settings if key not in user_keys]
     # Setting the string replaces all settings, so the user's settings are repeated.
-    before = [user_settings] if user_settings else []
-    return [
-        ",".join([*before, *(f"{key}:{value}" for key, value in added[:number])])
-        for number in range(len(added), 0, -1)
-    ]
+    repeated = [user_settings] if user_settings else []
+    return [",".join([*repeated, *added[:number]]) for number in range(len(added), 0, -1)]
 
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "bitsandbytes")
 
 
 def library_versions() -> dict[str, str | None]:
-    """Return the versions of Python, bigtrain and `PACKAGES` by name; None if not installed. Of
-    Triton: what it lacks on this host, since layers are compiled on all hosts or on none."""
+    """Return the versions of Python, bigtrain, `PACKAGES` and Triton by name; None if not
+    installed. If Triton cannot compile on this host, the reason instead of its version, since
+    layers are compiled on all hosts or on none."""
     triton = version_of("triton")
+    if triton is not None:
+        triton = triton_problem() or triton
     return {
         "Python": platform.python_version(),
         "bigtrain": bigtrain.__version__,
         **{name: version_of(name) for name in PACKAGES},
-        "triton": triton and (triton_problem() or triton),
+        "triton": triton,
     }
 
 
@@ -209,12 +210,12 @@ VERSIONS_REMEDY = "install the versions of constraints.txt there, or share one .
 def other_versions(
     versions_by_host: Mapping[str, Mapping[str, str | None]],
 ) -> dict[str, dict[str, str]]:
-    """Return, for each host, by name what differs from the versions of most hosts."""
+    """Return the versions of each host that differ from those of most hosts: texts by name."""
     names = next(iter(versions_by_host.values()))
-    usual = {
-        name: Counter(versions[name] for versions in versions_by_host.values()).most_common(1)[0][0]
-        for name in names
-    }
+    usual: dict[str, str | None] = {}
+    for name in names:
+        counts = Counter(versions[name] for versions in versions_by_host.values())
+        usual[name] = max(counts, key=counts.__getitem__)  # the first on a tie
     return {
         host: {
             name: f"{name} {version} (others: {usual[name]})"

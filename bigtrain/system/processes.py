@@ -42,7 +42,8 @@ def importing() -> Iterator[None]:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds one module as other finders do, and calls an action when it has been imported."""
+    """Import hook that calls `action` after the module `name` is imported, which other finders
+    find."""
 
     def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
         self.name = name
@@ -103,24 +104,24 @@ def process_start() -> float:
     where the system does not report it. A forked process starts when it is forked."""
     try:
         stat = Path("/proc/self/stat").read_text()
-        ticks = int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), since boot
-        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
-        return time.time() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
+        start_ticks = int(stat.rpartition(")")[2].split()[19])  # field 22 of proc(5), since boot
+        start_seconds = start_ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_seconds)
     except (OSError, ValueError, IndexError, AttributeError):
         return time.time()
 
 
 _START_SECONDS = 30.0
-"""Between the starts of the first and the last rank of a launch on a busy host, at most."""
+"""Most time between the starts of the first and the last rank of a launch on a busy host."""
 
 
 class HostErrorLog:
     """The errors that processes of one launch on this host have printed so far.
 
-    An error that all ranks raise is printed once, and no rank waits for another. A folder of
-    empty files below the temporary directory: for each error text one file, and one for each rank
-    that had the error; the next process that fails removes the folders of launchers that have
-    ended. If the folder is not writable, every rank prints.
+    An error that all ranks raise is printed once, and no rank waits for another. The log is a
+    folder of empty files below the temporary directory: a file for each error text, and a file for
+    each rank that had the error. The next process that fails removes the folders of launchers that
+    have ended. If the folder is not writable, every rank prints.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -143,17 +144,19 @@ class HostErrorLog:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not self._is_ours():
                 return True
-            # Notes of earlier launches by this parent stay: a rank that removed them could
-            # remove what another rank of this launch has just written.
+            # Files of earlier launches by this parent stay, and this launch takes the next number:
+            # a rank that removed files could remove one that another rank has just written.
             digest = hashlib.sha256(text.encode()).hexdigest()
             for number in itertools.count():
-                note = self._folder / f"{digest}-{number}"
-                note_of_rank = note.with_name(f"{note.name}-{self._rank}")
-                is_earlier = note.exists() and not self._is_of_this_launch(note, _START_SECONDS)
-                if not (is_earlier or note_of_rank.exists()):
+                error_file = self._folder / f"{digest}-{number}"
+                rank_file = error_file.with_name(f"{error_file.name}-{self._rank}")
+                is_earlier = error_file.exists() and not self._is_of_this_launch(
+                    error_file, _START_SECONDS
+                )
+                if not (is_earlier or rank_file.exists()):
                     break
-            note_of_rank.touch()
-            note.touch(exist_ok=False)
+            rank_file.touch()
+            error_file.touch(exist_ok=False)  # fails unless this rank is the first
         except FileExistsError:
             return False
         except OSError:
@@ -169,6 +172,7 @@ class HostErrorLog:
     def _is_ours(self) -> bool:
         return self._folder.is_dir() and self._folder.lstat().st_uid == os.getuid()
 
-    def _is_of_this_launch(self, note: Path, tolerance: float = 0) -> bool:
-        # Written after this process began, or at most `tolerance` seconds before.
-        return note.exists() and note.stat().st_mtime >= self._began - tolerance
+    def _is_of_this_launch(self, file: Path, tolerance: float = 0) -> bool:
+        """Return whether a file was written after this process began, or at most `tolerance`
+        seconds before."""
+        return file.exists() and file.stat().st_mtime >= self._began - tolerance

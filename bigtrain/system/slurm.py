@@ -57,7 +57,8 @@ def srun_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
             "set, so they cannot connect to each other -> export MASTER_ADDR and MASTER_PORT"
         )
     job, step = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_STEP_ID", "")
-    number = int(job if job.isdecimal() else 0) * 16 + int(step if step.isdecimal() else 0)
+    job_number, step_number = (int(text) if text.isdecimal() else 0 for text in (job, step))
+    number = job_number * 16 + step_number  # 16 steps of a job, then the ports of the next job
     return {
         "MASTER_ADDR": expand_nodelist(nodes)[0],
         "MASTER_PORT": str(_FIRST_PORT + number % _NUM_PORTS),
@@ -94,18 +95,22 @@ def expand_nodelist(text: str) -> list[str]:
     return names
 
 
-def _expand_name(part: str, text: str) -> list[str]:
-    before, bracket, bracketed = part.partition("[")
+def _expand_name(pattern: str, text: str) -> list[str]:
+    """Return the names of a pattern such as ``r[1-2]c[0-3]`` of the node list `text`."""
+    before, bracket, bracketed = pattern.partition("[")
     if not bracket:
         return [before]
     ranges, _, after = bracketed.partition("]")
-    tails = _expand_name(after, text)
+    ends = _expand_name(after, text)
     names: list[str] = []
-    for piece in ranges.split(","):
-        match = _RANGE.fullmatch(piece)
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(last) < int(first) or int(last) - int(first) > _MOST_HOSTS:
-            raise LaunchError(f"node list {text!r}: {piece!r} is not a range of numbers")
-        numbers = (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
-        names += [f"{before}{number}{tail}" for number in numbers for tail in tails]
+    for range_text in ranges.split(","):
+        match = _RANGE.fullmatch(range_text)
+        first, last = 1, 0
+        if match is not None:
+            first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or last - first > _MOST_HOSTS:
+            raise LaunchError(f"node list {text!r}: {range_text!r} is not a range of numbers")
+        num_digits = len(range_text.partition("-")[0])  # 05-07: names have leading zeros
+        for number in range(first, last + 1):
+            names += [f"{before}{str(number).zfill(num_digits)}{end}" for end in ends]
     return names

@@ -66,10 +66,10 @@ class StopSignals:
         self._install()
         with self._lock:
             self._action = action
-            if self.received and not self._raises(self.received):
+            if self.received and not self._is_interrupt(self.received):
                 self._exit(self.received)
-        if self._raises(self.received):
-            self._interrupt()
+        if self._is_interrupt(self.received):
+            self._act_and_interrupt()
 
     def restore(self) -> None:
         """Restore the previous handlers. May be called again."""
@@ -89,29 +89,32 @@ class StopSignals:
         self.restore()
 
     def _install(self) -> None:
+        """Install the handlers, and a thread that sees signals while the main thread is busy."""
         # Python installs handlers in the main thread only.
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         reading, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        # Python's C-level handler writes to it even if the main thread is busy.
+        # Python's C-level handler writes the signal to the pipe even if the main thread is busy.
         self._wakeup_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reading,), name="signals", daemon=True).start()
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal, in the main thread."""
         self.received = self.received or number
         self._num_interrupts += number == signal.SIGINT
-        if self._raises(number) and self._action is not None:
-            self._interrupt()
+        if self._is_interrupt(number) and self._action is not None:
+            self._act_and_interrupt()
         if self._num_interrupts > _IGNORED_INTERRUPTS:
             raise KeyboardInterrupt
 
-    def _raises(self, number: int) -> bool:
+    def _is_interrupt(self, number: int) -> bool:
+        """Return whether a signal raises KeyboardInterrupt instead of ending the process."""
         return self._interrupts and number == signal.SIGINT
 
-    def _interrupt(self) -> None:
+    def _act_and_interrupt(self) -> None:
         """Run the action once and raise KeyboardInterrupt, in the main thread."""
         action, self._action = self._action, None
         if action is not None:
@@ -120,12 +123,14 @@ class StopSignals:
         raise KeyboardInterrupt
 
     def _watch(self, reading: int) -> None:
+        """Exit at a signal after `exit_after`, also while the main thread is busy."""
         with os.fdopen(reading, "rb", buffering=0) as pipe:
-            while number := pipe.read(1):
+            while signal_byte := pipe.read(1):  # empty once `restore` has closed the pipe
+                number = signal_byte[0]
                 with self._lock:
-                    ends_process = number[0] in SIGNALS and not self._raises(number[0])
+                    ends_process = number in SIGNALS and not self._is_interrupt(number)
                     if self._action is not None and ends_process:
-                        self._exit(number[0])
+                        self._exit(number)
 
     def _exit(self, number: int) -> None:
         """Exit. The caller holds the lock, so that the run cannot start to write in the

@@ -27,9 +27,10 @@ class TextRecord:
     stop_ids: tuple[int, ...]
 
     def begin(self, ids: Sequence[int]) -> list[int]:
-        """Return `ids` after the tokens that texts begin with, which occur once."""
+        """Return `ids` with the tokens that texts begin with, which are added if they lack."""
         beginning = [*self.beginning_ids]
-        return [*ids] if [*ids[: len(beginning)]] == beginning else [*beginning, *ids]
+        has_beginning = [*ids[: len(beginning)]] == beginning
+        return [*ids] if has_beginning else [*beginning, *ids]
 
     def save(self, directory: Path) -> None:
         text = json.dumps(asdict(self), indent=2) + "\n"

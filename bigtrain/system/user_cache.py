@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 _SETTLED_NANOSECONDS = 10 * 10**9
-"""Age from which a file's times tell a later change of it, also on file systems that round them to
-seconds, and with hosts whose clocks differ a little."""
+"""Age of a file after which any change gives it another time, also on file systems that round times
+to seconds, and with hosts whose clocks differ a little."""
 
 
 def key_of(parts: Sequence[str | bytes]) -> str:
@@ -65,19 +65,19 @@ def cache_has(folder: str) -> bool:
         return False
 
 
-def cache_put(folder: str, key: str, fact: dict[str, Any]) -> None:
-    """Store `fact` for `key`, atomically."""
+def cache_put(folder: str, key: str, result: dict[str, Any]) -> None:
+    """Store `result` for `key`, atomically."""
     try:
         path = _path(folder, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, path.with_name(uuid.uuid4().hex), durable=False) as file:
-            file.write(json.dumps(fact).encode())
+            file.write(json.dumps(result).encode())
     except (OSError, ValueError, RuntimeError):
         return  # no home, no space, no permission: recomputed next time
 
 
 def cached(folder: str, key: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the cached result for `key`; of all processes that need it at once, one calls
+    """Return the cached result for `key`; if several processes need it at once, one calls
     `find`."""
     computed: dict[str, Any] = {}
 
@@ -94,18 +94,18 @@ def cached(folder: str, key: str, find: Callable[[], dict[str, Any]]) -> dict[st
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        fact = json.loads(path.read_bytes())
+        result = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return fact if isinstance(fact, dict) else None
+    return result if isinstance(result, dict) else None
 
 
 def package_fingerprints(*libraries: str) -> str:
-    """Return checksums of the RECORD files of `libraries`; the version of one without a RECORD.
+    """Return checksums of the RECORD files of `libraries`, or versions if there is no RECORD.
 
     Raises LookupError for an editable install, which may change at any time.
     """
-    return " ".join(_build(library) for library in libraries)
+    return " ".join(_fingerprint(library) for library in libraries)
 
 
 def source_of(*files: str) -> bytes:
@@ -150,8 +150,8 @@ def _source_files(directory: str) -> Iterator[str]:
 
 
 def processor() -> str:
-    """Return the CPU features that select code paths in libraries: machines may share a home
-    directory."""
+    """Return the CPU features that select code paths in libraries. They are part of keys, since
+    machines may share a home directory."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith(("flags", "Features")):
@@ -159,7 +159,8 @@ def processor() -> str:
     return f"{platform.machine()} {platform.processor()} {platform.node()}"
 
 
-def _build(library: str) -> str:
+def _fingerprint(library: str) -> str:
+    """Return a text that changes with the installed files of `library`. Raises LookupError."""
     try:
         installed = metadata.distribution(library)
     except metadata.PackageNotFoundError:
@@ -203,12 +204,12 @@ _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # Checking the creator's lease takes several file-system calls, checking for the file only one.
 _LOOK_FOR_MAKER_SECONDS = 5.0
 
-Found = TypeVar("Found")
+Content = TypeVar("Content")
 
 
 def made_once(
-    paths: Sequence[Path], read: Callable[[Path], Found | None], make: Callable[[IO[bytes]], None]
-) -> Found | None:
+    paths: Sequence[Path], read: Callable[[Path], Content | None], make: Callable[[IO[bytes]], None]
+) -> Content | None:
     """Return `read` of the first of `paths` that has the file; create it if none has.
 
     `read` returns None if there is no file, or not the expected one. An exception of `make`
@@ -235,10 +236,11 @@ def made_once(
 def _make_or_wait(
     path: Path,
     leases: Leases,
-    read: Callable[[Path], Found | None],
+    read: Callable[[Path], Content | None],
     make: Callable[[IO[bytes]], None],
-) -> Found | None:
-    """Raise OSError if `path` is not writable."""
+) -> Content | None:
+    """Return `read(path)`; create the file, or wait for the process that does. Raise OSError if
+    `path` is not writable."""
     while True:
         with leases.take(path.name) as is_owner:
             content = read(path)
@@ -248,6 +250,7 @@ def _make_or_wait(
                     os.fchmod(file.fileno(), 0o644)
                     make(file)
                 return read(path)
+        # Another process makes the file: wait a while, then check again that it is alive.
         pause, deadline = _SHORTEST_PAUSE_SECONDS, time.monotonic() + _LOOK_FOR_MAKER_SECONDS
         while content is None and time.monotonic() < deadline:
             time.sleep(pause)

@@ -17,19 +17,19 @@ from bigtrain.errors import LaunchError
 from bigtrain.system.slurm import has_srun_tasks, srun_ranks, srun_tasks_here
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-# The local world size: of torchrun and accelerate, of deepspeed, of mpirun, which may have started
-# one of these launchers.
+# Names of the local world size: of torchrun and accelerate, of deepspeed, of mpirun. In this order,
+# since mpirun may have started another of these launchers.
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Names used by Open MPI's mpirun (man mpirun, "Exported Environment Variables").
 _MPIRUN_NAMES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 # Names used by srun (man srun, "OUTPUT ENVIRONMENT VARIABLES").
 _SRUN_NAMES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
-# Names of these numbers in all launchers.
-_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
-_LOCAL_SIZES = (
+# Variables that libraries read, and that must not contradict the world.
+_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_SIZE_NAMES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_RANK_NAMES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+_LOCAL_SIZE_NAMES = (
     *("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
     *("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
@@ -77,7 +77,7 @@ def read_world(environment: Mapping[str, str]) -> World:
             f"the environment has {', '.join(values)} but not all of RANK and WORLD_SIZE: start "
             "with deepspeed, torchrun or accelerate launch, or unset them to run one process"
         )
-    # All are there: they must be numbers that agree.
+    # The variables must be numbers that agree.
     try:
         rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
         local_rank = int(values.get("LOCAL_RANK") or _local_rank(rank, size, environment))
@@ -89,13 +89,13 @@ def read_world(environment: Mapping[str, str]) -> World:
 
 
 def _local_rank(rank: int, size: int, environment: Mapping[str, str]) -> str:
-    """Return the local rank if a script has set only RANK and WORLD_SIZE: the local rank of mpirun
-    or srun, if they started the same number of processes and gave this one the same rank; else
-    0."""
+    """Return the local rank if a script has set only RANK and WORLD_SIZE: that of mpirun or srun,
+    if its rank and world size are `rank` and `size`; else 0."""
     for names in (_MPIRUN_NAMES, _SRUN_NAMES):
-        launcher_values = [environment.get(name, "") for name in names]
-        if launcher_values[:2] == [str(rank), str(size)] and launcher_values[2].isdecimal():
-            return launcher_values[2]
+        launcher_rank, launcher_size, local_rank = (environment.get(name, "") for name in names)
+        is_same_world = (launcher_rank, launcher_size) == (str(rank), str(size))
+        if is_same_world and local_rank.isdecimal():
+            return local_rank
     return "0"
 
 
@@ -120,12 +120,9 @@ def ranks_here(environment: Mapping[str, str]) -> int | None:
     world_size = int(world_size_text) if world_size_text.isdecimal() else None
     for name in _LOCAL_SIZE:
         value = environment.get(name, "")
-        if (
-            value.isdecimal()
-            and 0 < int(value)
-            and (world_size is None or int(value) <= world_size)
-        ):
-            return int(value)
+        number = int(value) if value.isdecimal() else 0
+        if number > 0 and (world_size is None or number <= world_size):
+            return number
     return srun_tasks_here(environment) if is_of_srun(environment) else None
 
 
@@ -138,18 +135,18 @@ def foreign_variables(world: World, environment: Mapping[str, str]) -> dict[str,
     """Return the variables of other launchers that contradict `world`, with the value that agrees
     with it; None if the variable must be unset."""
     expected = {
-        **dict.fromkeys(_RANKS, str(world.rank)),
-        **dict.fromkeys(_SIZES, str(world.size)),
-        **dict.fromkeys(_LOCAL_RANKS, str(world.local_rank)),
+        **dict.fromkeys(_RANK_NAMES, str(world.rank)),
+        **dict.fromkeys(_SIZE_NAMES, str(world.size)),
+        **dict.fromkeys(_LOCAL_RANK_NAMES, str(world.local_rank)),
     }
     local_size = ranks_here(environment)
     if local_size is not None:
-        expected |= dict.fromkeys(_LOCAL_SIZES, str(local_size))
+        expected |= dict.fromkeys(_LOCAL_SIZE_NAMES, str(local_size))
     overrides: dict[str, str | None] = {
         name: value for name, value in expected.items() if environment.get(name, value) != value
     }
     if local_size is None:
-        overrides |= {name: None for name in _LOCAL_SIZES if name in environment}
+        overrides |= {name: None for name in _LOCAL_SIZE_NAMES if name in environment}
     # An agent of torchrun runs the store if torchrun started this world, as its only role.
     role = {"ROLE_RANK": str(world.rank), "ROLE_WORLD_SIZE": str(world.size)}
     is_of_torchrun = "RANK" in environment and all(
@@ -176,7 +173,7 @@ def describe_foreign(world: World, environment: Mapping[str, str]) -> list[str]:
 def without_foreign(world: World, environment: MutableMapping[str, str]) -> Iterator[None]:
     """Remove variables that contradict `world` from `environment` inside the block."""
     foreign = foreign_variables(world, environment)
-    before = {name: environment[name] for name in foreign}
+    foreign_values = {name: environment[name] for name in foreign}
     for name, value in foreign.items():
         if value is None:
             del environment[name]
@@ -185,7 +182,7 @@ def without_foreign(world: World, environment: MutableMapping[str, str]) -> Iter
     try:
         yield
     finally:
-        environment.update(before)
+        environment.update(foreign_values)
 
 
 def _given_by_mpirun(environment: Mapping[str, str]) -> dict[str, str]:

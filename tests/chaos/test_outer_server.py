@@ -17,7 +17,7 @@ import torch
 from bigtrain.sites.client import RefusedByServerError, ServerClient
 from bigtrain.sites.codecs import CODECS
 from bigtrain.sites.protocol import MOST_STEP, RoundPlan, digest_of
-from bigtrain.sites.rectangles import ParameterBox, split_cuts
+from bigtrain.sites.rectangles import ParameterBox, decode_rectangles
 from bigtrain.sites.server.store import ServerDirectory
 from bigtrain.system.boxes import Box
 from tests.support.fork_outer_server import TOKEN
@@ -94,7 +94,7 @@ class ServerSite:
             is_update = reply["form"] == "update"
             codec = self.codec if is_update else CODECS["float32"]
             shape = ParameterBox(tuple(box[1]), tuple(box[2]), "w")
-            values = split_cuts(codec, payload, [(shape, SHAPE)]).view(box[2])
+            values = decode_rectangles(codec, payload, [(shape, SHAPE)]).view(box[2])
             place = self.weights[shape.slices]
             place.copy_(place + values if is_update else values)
         self.number = state["number"]

@@ -470,7 +470,7 @@ def test_outer_steps_are_those_of_plain_copies(
         assert difference <= WEIGHTS
 
 
-def held_twice(layout: Layout, weights: dict[str, torch.Tensor]) -> int:
+def replicated_names(layout: Layout, weights: dict[str, torch.Tensor]) -> int:
     """Elements that two ranks of a site hold beside ZeRO's replicas: each exchanges its own."""
     words = {"tensor": "norm", "pipeline": "embed_tokens"}  # the head is tied to the embedding
     names = [words[axis] for axis in layout.degrees if axis in words]
@@ -487,7 +487,7 @@ def test_links_carry_shards_by_the_formula(
     ranks, weights = case.layout.ranks, first["weights"][STEPS]
     full, twice = (
         sum(weight.numel() for weight in weights.values()),
-        held_twice(case.layout, weights),
+        replicated_names(case.layout, weights),
     )
     own = (full - twice) // ranks
     # Those alone do not travel in blocks, of which each rank would have others.
@@ -508,7 +508,7 @@ def test_sites_with_other_layouts_send_each_element_once(
     case, results_of_sites = CASES[name], compared_of(name).results_by_case[name]
     weights, count = results_of_sites[0]["weights"][STEPS], len(case.layouts)
     full = sum(weight.numel() for weight in weights.values())
-    twice = sum(held_twice(layout, weights) for layout in case.layouts)
+    twice = sum(replicated_names(layout, weights) for layout in case.layouts)
     codec = "float32" if case.codec.startswith("int") else case.codec
     expected = sent_bytes(full - twice, count, case.codec) + sent_bytes(2 * twice, count, codec)
     for site in results_of_sites:

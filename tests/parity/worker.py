@@ -129,7 +129,7 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
     if outer is not None:
         assert config.sites is not None
         number = first // config.sites.steps_between
-        outer.begin(number, first, is_new=first == 0, under_way=scalars.get("under_way"))
+        outer.begin(number, first, is_new=first == 0, pending_fragment=scalars.get("under_way"))
     if first:
         if "save_again_to" in case:
             save(engine, Path(case["save_again_to"]), world, outer)
@@ -404,7 +404,7 @@ def save(
     dist.barrier()
     scalars = save_engine(engine, directory / "tensors")
     if outer is not None:
-        scalars["under_way"] = outer.under_way
+        scalars["under_way"] = outer.pending_fragment
     if world.is_main:
         (directory / "scalars.json").write_text(json.dumps(scalars))
     dist.barrier()

@@ -29,9 +29,9 @@ from bigtrain.launchers.hostfile import Host
 
 @dataclass(frozen=True)
 class Examination:
-    """Parameters of a check: hosts, the directory below which runs will write, a port (None: any
-    free port), the time limit of a step in seconds, the free GiB required, and whether to test
-    devices and collectives."""
+    """Parameters of a check. directory: below which runs will write; port: for connections between
+    hosts (None: any free port); limit_seconds: of each step; least_gib: free memory and disk that
+    a host needs; compute: whether to test devices and collectives."""
 
     hosts: Sequence[Host]
     transport: Transport
@@ -60,26 +60,26 @@ def examine(
     reachable = [host for host in hosts if replies[host.name].problem is None]
     if not reachable:
         return findings, []
-    facts = {host.name: replies[host.name].result for host in reachable}
-    findings += verdicts.check_versions(facts)
+    facts_by_host = {host.name: replies[host.name].result for host in reachable}
+    findings += verdicts.check_versions(facts_by_host)
     for host in reachable:
-        reply, fact = replies[host.name], facts[host.name]
+        reply, facts = replies[host.name], facts_by_host[host.name]
         findings += [
-            verdicts.check_devices(host, fact),
-            *verdicts.check_memory(host.name, fact, examination.least_gib),
-            verdicts.check_clock(host.name, fact["time"], reply.sent_at, reply.received_at),
-            verdicts.check_interface(host.name, fact, is_only_host=len(hosts) == 1),
-            verdicts.check_environment(host.name, fact),
+            verdicts.check_devices(host, facts),
+            *verdicts.check_memory(host.name, facts, examination.least_gib),
+            verdicts.check_clock(host.name, facts["time"], reply.sent_at, reply.received_at),
+            verdicts.check_interface(host.name, facts, is_only_host=len(hosts) == 1),
+            verdicts.check_environment(host.name, facts),
         ]
 
-    # What hosts have in common: a file system, and the network.
+    # Checks between hosts: a shared file system, and the network.
     say(f"{len(reachable)} hosts: {examination.directory} shared")
-    findings += _shared(examination, reachable)
+    findings += _check_shared(examination, reachable)
     groups = _groups(reachable)
     suffix = f", in {len(groups)} groups that share a host" if len(groups) > 1 else ""
     say(f"{len(reachable)} hosts: network between each pair{suffix}")
-    network = [f for group in groups for f in _network(examination, group, facts)]
-    findings += network
+    for group in groups:
+        findings += _check_network(examination, group, facts_by_host)
 
     # Devices and collectives, where a test can succeed.
     lines: list[str] = []
@@ -91,16 +91,16 @@ def examine(
         else:
             say(f"{len(reachable)} hosts: a matrix product per device, all-reduce{suffix}")
             for group in groups:
-                group_findings, measurements = _test_devices(examination, group, facts)
+                group_findings, measurements = _test_devices(examination, group, facts_by_host)
                 findings += group_findings
-                ends = f"{group[0].name} to {group[-1].name}: " if len(groups) > 1 else ""
-                lines += [f"{ends}{line}" for line in measurements]
+                group_name = f"{group[0].name} to {group[-1].name}: " if len(groups) > 1 else ""
+                lines += [f"{group_name}{line}" for line in measurements]
     return findings, lines
 
 
 def _report_replies(num_hosts: int, say: Callable[[str], None]) -> Callable[[Host, Reply], None]:
-    """Return a callback that reports hosts without a reply at once, and progress if there are
-    many."""
+    """Return a callback that reports a host without a reply at once, and every `MOST_AT_ONCE`
+    replies their number."""
     answered = itertools.count(1)
 
     def report(host: Host, reply: Reply) -> None:
@@ -126,8 +126,9 @@ def _groups(hosts: Sequence[Host]) -> list[Sequence[Host]]:
     return [hosts[begin : begin + size] for begin in range(0, len(hosts) - 1, size - 1)]
 
 
-def _shared(examination: Examination, hosts: Sequence[Host]) -> list[Finding]:
-    """Check that every host sees a file written here, and this machine the files written there."""
+def _check_shared(examination: Examination, hosts: Sequence[Host]) -> list[Finding]:
+    """Check that every host sees a file of this machine, and this machine the files of the
+    hosts."""
     directory, token = str(examination.directory), secrets.token_hex(8)
     written = _ask_here(examination, "announce", directory=directory, token=token)
     if written.problem or written.result["problem"]:
@@ -141,12 +142,12 @@ def _shared(examination: Examination, hosts: Sequence[Host]) -> list[Finding]:
     }
     replies = ask_all(hosts, probes, examination.transport, examination.limit_seconds)
     made_folders = written.result["made"]
-    read = _ask_here(examination, "collect", directory=directory, token=token, made=made_folders)
+    visible = _ask_here(examination, "collect", directory=directory, token=token, made=made_folders)
     findings = []
     for host in hosts:
         reply = replies[host.name]
-        problem = reply.problem or reply.result["problem"] or read.problem
-        if problem is None and host.name not in read.result["hosts"]:
+        problem = reply.problem or reply.result["problem"] or visible.problem
+        if problem is None and host.name not in visible.result["hosts"]:
             problem = "files it writes there are not visible here"
         findings.append(verdicts.check_shared(host.name, directory, problem))
     return findings
@@ -162,12 +163,13 @@ def _ask_here(examination: Examination, probe: str, **arguments: Any) -> Reply:
     ]
 
 
-def _network(
-    examination: Examination, hosts: Sequence[Host], facts: dict[str, Any]
+def _check_network(
+    examination: Examination, hosts: Sequence[Host], facts_by_host: dict[str, Any]
 ) -> list[Finding]:
+    """Check that every host can listen on its port and connect to the other hosts."""
     if len(hosts) == 1 and examination.port is None:
         return []
-    ports = {host.name: examination.port or facts[host.name]["free_port"] for host in hosts}
+    ports = {host.name: examination.port or facts_by_host[host.name]["free_port"] for host in hosts}
     probes = {
         host.name: probe_command(
             "network",
@@ -180,15 +182,17 @@ def _network(
         for host in hosts
     }
     replies = ask_all(hosts, probes, examination.transport, examination.limit_seconds)
-    return [verdicts.check_network(n, reply.result, reply.problem) for n, reply in replies.items()]
+    return [
+        verdicts.check_network(name, reply.result, reply.problem) for name, reply in replies.items()
+    ]
 
 
 def _test_devices(
-    examination: Examination, hosts: Sequence[Host], facts: dict[str, Any]
+    examination: Examination, hosts: Sequence[Host], facts_by_host: dict[str, Any]
 ) -> tuple[list[Finding], list[str]]:
     """Compute on every device of `hosts`, with collectives; return the findings, and lines with the
-    measured speeds. `facts`: of each host, by its name."""
-    port = examination.port or facts[hosts[0].name]["free_port"]
+    measured speeds."""
+    port = examination.port or facts_by_host[hosts[0].name]["free_port"]
     main_address = "127.0.0.1" if len(hosts) == 1 else hosts[0].name
     limit_seconds = str(examination.limit_seconds)
     commands = {

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,18 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 def facts(directory: str) -> dict[str, Any]:
     """Return versions, devices, memory, disk below `directory`, clock and network of this host."""
-    existing = next(path for path in (Path(directory), *Path(directory).parents) if path.exists())
-    files = {Path.home() / NAME, Path.cwd() / NAME}
+    folders = (Path(directory), *Path(directory).parents)
+    existing_folder = next(path for path in folders if path.exists())
+    env_files = sorted({Path.home() / NAME, Path.cwd() / NAME})
     # GPUs that a process may use here; None without NVIDIA's driver.
-    folder, visible = Path("/proc/driver/nvidia/gpus"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus, visible = Path("/proc/driver/nvidia/gpus"), os.environ.get("CUDA_VISIBLE_DEVICES")
     num_devices = None
-    if folder.is_dir():
-        devices = filter(None, visible.split(",")) if visible else folder.iterdir()
+    if gpus.is_dir():
+        devices = filter(None, visible.split(",")) if visible else gpus.iterdir()
         num_devices = len(list(devices))
     driver = None
     with suppress(OSError):
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ..."
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
         words = text.split("\n", 1)[0].split()
         driver = next((word for word in words if word[:1].isdigit() and "." in word), text[:40])
@@ -56,7 +59,7 @@ def facts(directory: str) -> dict[str, Any]:
         "devices": num_devices,
         "cores": len(os.sched_getaffinity(0)),
         "memory_available_gib": (available_memory_bytes() or 0) / 2**30,
-        "disk_free_gib": shutil.disk_usage(existing).free / 2**30,
+        "disk_free_gib": shutil.disk_usage(existing_folder).free / 2**30,
         "shm_free_gib": shutil.disk_usage(_SHARED_MEMORY).free / 2**30,
         "shm_left_behind_gib": _left_behind_bytes(_SHARED_MEMORY) / 2**30,
         "interfaces": [name for _, name in socket.if_nameindex()],
@@ -65,13 +68,14 @@ def facts(directory: str) -> dict[str, Any]:
         },
         "own_address": own_address,
         "free_port": try_port(),
-        "environment_files": [p for path in sorted(files) for p in inspect_environment_file(path)],
+        "environment_files": list(chain.from_iterable(map(inspect_environment_file, env_files))),
         "time": time.time(),  # last, so that it is closest to when the reply is received
     }
 
 
 def announce(directory: str, token: str) -> dict[str, Any]:
-    """Write a file into `directory` for other hosts to read; `made`: folders created on the way."""
+    """Write a file into `directory` for other hosts to read. Return ``problem`` and ``made``, the
+    folders that were created for it."""
     folder = Path(directory)
     made_folders = [str(path) for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -83,7 +87,7 @@ def announce(directory: str, token: str) -> dict[str, Any]:
 
 
 def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
-    """Return the hosts whose files are visible in `directory`; delete these and the folders
+    """Return the hosts whose files are visible in `directory`; delete the files, and the folders
     `made`."""
     file_name = f".doctor-{token}"
     paths = list(Path(directory).glob(f"{file_name}*"))
@@ -96,22 +100,24 @@ def collect(directory: str, token: str, made: list[str]) -> dict[str, Any]:
 
 
 def shared(directory: str, token: str, name: str) -> dict[str, Any]:
-    """Read the file that `announce` wrote into `directory`, and write one of this host there."""
+    """Read the file that `announce` wrote into `directory`, and write a file of this host `name`
+    there."""
     folder = Path(directory)
     try:
-        read = (folder / f".doctor-{token}").read_text(encoding="utf-8")
+        content = (folder / f".doctor-{token}").read_text(encoding="utf-8")
     except FileNotFoundError:
         return {"problem": "does not see the file that this machine wrote there"}
-    if read != token:
+    if content != token:
         return {"problem": "sees a file of that name with different contents"}
     (folder / f".doctor-{token}-{name}").write_text(token, encoding="utf-8")
     return {"problem": None}
 
 
 def network(port: int, peers: dict[str, int], me: str, seconds: float) -> dict[str, Any]:
-    """Listen on `port` and connect to every peer, until all have connected or `seconds` are over.
+    """Listen on `port` and connect to every peer, until the peers have connected in both directions
+    or `seconds` are over. peers: their ports; me: the name of this host.
 
-    Returns the peers that could not be reached, with the last error.
+    Return ``port``, why it cannot be used, and ``unreachable``, the last error by peer.
     """
     try:
         listener = socket.create_server(("", port), backlog=len(peers) + 1)
@@ -137,6 +143,7 @@ def network(port: int, peers: dict[str, int], me: str, seconds: float) -> dict[s
 
 
 def _accept(listener: socket.socket, connected: set[str]) -> None:
+    """Add the names that peers send to `connected`, until the listener is closed."""
     while True:
         try:
             connection, _ = listener.accept()

@@ -60,7 +60,8 @@ def ask_all(
     limit_seconds: int,
     on_reply: Callable[[Host, Reply], None] = lambda _host, _reply: None,
 ) -> dict[str, Reply]:
-    """Run the command of every host there, `most_at_once` at a time. Returns replies in order.
+    """Run the command of every host on that host, `most_at_once` at a time. Return the replies in
+    the order of `hosts`.
 
     `on_reply` is called with each reply as it arrives, in this thread. Every command is killed
     `_GRACE_SECONDS` after `limit_seconds`.
@@ -87,6 +88,7 @@ def probe_command(probe: str, limit_seconds: int, **arguments: Any) -> list[str]
 
 
 def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds: int) -> Reply:
+    """Run a command on a host; return the probe's result, or why there is none."""
     sent_at = time.time()
     timeout_text = f"no answer within {limit_seconds} s"
     # Files, not pipes: a grandchild that outlives the command would keep a pipe open forever.
@@ -122,6 +124,7 @@ def _ask(host: Host, command: Sequence[str], transport: Transport, limit_seconds
 
 
 def _lines(file: IO[bytes]) -> list[str]:
+    """Return the lines of a file that are not blank."""
     file.seek(0)
     lines = file.read().decode("utf-8", errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()]

@@ -58,8 +58,8 @@ def check_versions(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
 
 def check_devices(host: Host, fact: Mapping[str, Any]) -> Finding:
     """Check that every slot has a GPU, or a core on hosts without GPUs."""
-    noun, number = ("GPUs", fact["devices"])
-    if number is None:
+    noun, number = "GPUs", fact["devices"]
+    if number is None:  # a host without NVIDIA's driver
         noun, number = "cores", fact["cores"]
     text = f"{number} {noun} for {host.slots} slots"
     if number >= host.slots:
@@ -84,15 +84,15 @@ def check_memory(host: str, fact: Mapping[str, Any], least_gib: float) -> list[F
         text = f"{gib:.1f} GiB"
         if check == "/dev/shm" and left_behind:
             text += f", {left_behind:.1f} GiB of DeepSpeed runs that ended"
-        short = gib < min_gib
-        findings.append(
-            Finding(host, check, text, f"at least {min_gib:g} GiB: {remedy}" if short else None)
-        )
+        fix = f"at least {min_gib:g} GiB: {remedy}" if gib < min_gib else None
+        findings.append(Finding(host, check, text, fix))
     return findings
 
 
 def check_clock(host: str, remote: float, sent_at: float, received_at: float) -> Finding:
-    """Check the clock skew, up to the uncertainty of the probe's round-trip time."""
+    """Check the clock skew. remote: time of the host's clock, which was read between `sent_at` and
+    `received_at` of this machine's clock."""
+    # The least skew that the three times allow.
     ahead, behind = remote - received_at, sent_at - remote
     skew = max(ahead, behind, 0.0)
     if skew <= MOST_CLOCK_SKEW_SECONDS:
@@ -107,20 +107,22 @@ def check_interface(host: str, fact: Mapping[str, Any], *, is_only_host: bool) -
 
     A single host (`is_only_host`) may use its loopback interface.
     """
-    named = fact["interface_variables"]
-    for variable, value in named.items():
-        prefixes = value.lstrip("^=").split(",")
-        if not any(name.startswith(w) for name in fact["interfaces"] for w in prefixes):
-            text = f"{variable}={value}, and the interfaces are {', '.join(fact['interfaces'])}"
+    variables, interfaces = fact["interface_variables"], fact["interfaces"]
+    for variable, value in variables.items():
+        # NCCL's notation: prefixes of names, after ^ to exclude them or = for complete names.
+        prefixes = tuple(value.lstrip("^=").split(","))
+        if not any(name.startswith(prefixes) for name in interfaces):
+            text = f"{variable}={value}, and the interfaces are {', '.join(interfaces)}"
             return Finding(host, "interface", text, f"set {variable} to one of those")
     address = fact["own_address"]
-    if not is_only_host and not named and (address is None or address.startswith("127.")):
+    is_loopback = address is None or address.startswith("127.")
+    if not is_only_host and not variables and is_loopback:
         problem = (
             f"its host name resolves to {address}" if address else "its host name does not resolve"
         )
         remedy = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or fix its /etc/hosts"
         return Finding(host, "interface", problem, remedy)
-    return Finding(host, "interface", ", ".join(named.values()) or str(address))
+    return Finding(host, "interface", ", ".join(variables.values()) or str(address))
 
 
 def check_environment(host: str, fact: Mapping[str, Any]) -> Finding:
@@ -165,7 +167,7 @@ def check_compute(hosts: Sequence[Host], devices: Sequence[Mapping[str, Any]]) -
     findings = []
     remaining = iter(devices)  # in rank order
     for host in hosts:
-        host_devices = list(itertools.islice(remaining, host.slots))
+        host_devices = list(itertools.islice(remaining, host.slots))  # takes them off `remaining`
         slow = [d for d in host_devices if d["matmul_seconds"] > SLOW_DEVICE_FACTOR * median]
         if not slow:
             host_median = statistics.median(d["matmul_seconds"] for d in host_devices)

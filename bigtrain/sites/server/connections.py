@@ -18,7 +18,7 @@ MOST_STRANGERS, MOST_OF_ONE_HOST = 128, 64
 """Connections at once on which nobody has signed a request yet, of all and of one host."""
 ACCEPTED_AT_ONCE = 8
 """Connections that one turn of the event loop accepts. Headers that came with a connection are read
-four turns later, so that it is not among the oldest of `MOST_OF_ONE_HOST` before."""
+four turns later: until then it must not be the oldest of `MOST_OF_ONE_HOST`, which is closed."""
 BACKLOG = 2048
 """Connections that the system keeps until they are accepted."""
 HEADER_SECONDS = 10.0
@@ -26,7 +26,7 @@ HEADER_SECONDS = 10.0
 MOST_HEADERS = 16 << 10
 """Bytes of the headers of an HTTP request."""
 _PAUSE_SECONDS = 0.2
-"""Until a server without free file descriptors accepts again."""
+"""Time until a server without free file descriptors accepts again."""
 
 
 STATE = "bigtrain.connection"
@@ -44,8 +44,8 @@ class Stranger:
         self._strangers = strangers
         self._loop = asyncio.get_running_loop()
         same_host = [stranger for stranger in strangers if stranger.host == host]
-        # A site signs at once, so above a limit the oldest stranger is closed; `abort` takes it out
-        # of `strangers`.
+        # A site signs at once, so above a limit the oldest stranger is closed; `abort` removes it
+        # from `strangers`.
         if len(same_host) >= MOST_OF_ONE_HOST:
             same_host[0].abort()
         elif len(strangers) >= MOST_STRANGERS:
@@ -54,14 +54,14 @@ class Stranger:
         self._timeout = self._loop.call_later(HEADER_SECONDS, self.abort)
 
     def leave(self) -> None:
-        """Count it no longer: it is closed, or its request was signed."""
+        """Remove this connection from the strangers: it is closed, or its request was signed."""
         if self in self._strangers:
             self._strangers.remove(self)
         self._timeout.cancel()
-        self.protocol = self.task = None  # which name this one, too
+        self.protocol = self.task = None  # which refer to this object: breaks the cycle
 
     def abort(self) -> None:
-        """Close at once, whatever is under way."""
+        """Close the connection at once, in whatever state it is."""
         protocol, task = self.protocol, self.task
         self.leave()
         if protocol is not None and protocol.transport is not None:
@@ -90,7 +90,7 @@ class GuardedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def trust(self) -> None:
-        """Somebody who has the token has signed a request on it."""
+        """Count the connection as a site's: a request on it was signed with the token."""
         self.stranger.leave()
 
 
@@ -113,7 +113,7 @@ class Listener:
             self._loop.add_reader(listening, self._accept, listening)
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         for listening in self.sockets:
             if listening.fileno() >= 0:
                 self._loop.remove_reader(listening)
@@ -123,7 +123,7 @@ class Listener:
                 stranger.abort()
 
     async def wait_closed(self) -> None:
-        """Return: nothing is under way after `close`."""
+        """Return at once: `close` leaves nothing to wait for."""
 
     def _accept(self, listening: socket.socket) -> None:
         """Accept a few connections; the next turn of the loop accepts more."""
@@ -136,11 +136,11 @@ class Listener:
                 self._pause(listening, error)
                 return
             connection.setblocking(False)
-            self._look(Stranger(self._strangers, connection, str(address[0])))
+            self._serve_or_wait(Stranger(self._strangers, connection, str(address[0])))
 
     def _pause(self, listening: socket.socket, error: OSError) -> None:
-        """Free descriptors, where all are in use, and accept again after a pause: the system would
-        report the waiting connections without one."""
+        """Free file descriptors, since all are in use, and accept again after a pause: without a
+        pause, the loop would spin on the connections that wait."""
         self._on_error(error)
         for stranger in list(self._strangers):
             stranger.abort()
@@ -152,18 +152,18 @@ class Listener:
 
         self._loop.call_later(_PAUSE_SECONDS, resume)
 
-    def _look(self, stranger: Stranger) -> None:
-        """Serve a connection that has sent a byte, wait for its first one, or close it where the
-        other end did."""
+    def _serve_or_wait(self, stranger: Stranger) -> None:
+        """Serve a connection that has sent a byte, wait for its first byte, or close a connection
+        that the other end has closed."""
         try:
-            first = stranger.connection.recv(1, socket.MSG_PEEK)
+            first_byte = stranger.connection.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
-            self._loop.add_reader(stranger.connection, self._look, stranger)
+            self._loop.add_reader(stranger.connection, self._serve_or_wait, stranger)
             return
         except OSError:
-            first = b""
+            first_byte = b""
         self._loop.remove_reader(stranger.connection)
-        if first:
+        if first_byte:
             stranger.task = self._loop.create_task(self._serve(stranger))
         else:
             stranger.abort()

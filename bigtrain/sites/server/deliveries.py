@@ -16,7 +16,7 @@ from bigtrain.sites.metrics import LEFT_OUT, OuterEvent
 from bigtrain.sites.protocol import DeliverRequest, Header, RefusedError
 from bigtrain.sites.rectangles import ParameterBox
 from bigtrain.sites.server.global_weights import GlobalWeights, NextStep
-from bigtrain.sites.server.members import UNUSABLE, Members, events_of, named
+from bigtrain.sites.server.members import UNUSABLE, Members, as_events, site_names
 
 Reply = tuple[Header, bytes]
 
@@ -24,7 +24,7 @@ Reply = tuple[Header, bytes]
 class ServerExchange:
     """The global weights of a run, and the deliveries for the next outer step.
 
-    run: its description. Deliveries are in the store only.
+    run: description of the run. Deliveries are in the store only.
     """
 
     def __init__(self, members: Members, run: Header) -> None:
@@ -42,8 +42,8 @@ class ServerExchange:
             delivered = self._store.deliveries()
             self._waits_since = members.clock() if delivered else None
             members.log(
-                f"outer step {self._weights.number}, with deliveries of {named(delivered)} for the "
-                "next one"
+                f"outer step {self._weights.number}, with deliveries of {site_names(delivered)} "
+                "for the next one"
             )
         self.handlers: dict[str, Callable[[Any, memoryview], Reply]] = {
             "upload": self._upload,
@@ -63,18 +63,18 @@ class ServerExchange:
         uploads = not self._weights.is_ready and self._uploader in (None, request.site)
         if uploads:
             self._uploader = request.site
-            self._weights.begin_again()  # what an upload before has sent counts no longer
+            self._weights.begin_again()  # discard what an earlier upload has sent
         return {"uploads": uploads, "needs_layout": False}
 
     def left(self, site: int, reason: str) -> None:
-        """Continue without a site: `tick` does."""
+        """Do nothing: `tick` makes outer steps without sites that have left."""
 
     def _upload(self, request: protocol.UploadRequest, payload: memoryview) -> Reply:
         """Take initial weights from the site that was asked for them."""
         with self._members.changed, _refusing():
             if self._weights.is_ready:
                 raise RefusedError("the initial weights are there")
-            if self._uploader != request.site:  # two that differ would mix
+            if self._uploader != request.site:  # weights of two sites would mix
                 raise RefusedError(f"site {request.site} was not asked for the initial weights")
             self._weights.begin(self._boxes(request.boxes), payload)
         return {}, b""
@@ -86,7 +86,7 @@ class ServerExchange:
             if not weights.is_ready:
                 weights.refuse_unfilled()
                 reported = self._members.pending()
-                events = [asdict(event) for event in events_of(reported, 0)]
+                events = [asdict(event) for event in as_events(reported, 0)]
                 record = {**weights.record, "events": events}
                 self._members.write_step(record, reported, tensors=weights.tensors)
                 weights.ready()
@@ -101,19 +101,22 @@ class ServerExchange:
         return {}, b""
 
     def _deliver(self, delivery: DeliverRequest, _: memoryview) -> Reply:
-        """Count a site's contribution as complete. Returns the state, with ``late`` where the outer
-        step that it was meant for was made without it. Raises RefusedError for missing parts."""
+        """Count a site's contribution as complete. Return the state; it has ``late`` if the outer
+        step for which the contribution was sent was made without it. Raises RefusedError for
+        missing parts."""
         site, members = delivery.site, self._members
         heard_step = delivery.base if delivery.heard is None else delivery.heard
         with members.changed:
             row = members.member(site)
             if not row.is_active:
                 self._store.write_site(replace(row, is_active=True, has_left=False))
-            if any(
+            is_repeated = any(  # the reply to the first request was lost
                 record.get("attempts", {}).get(str(site)) == delivery.attempt
                 for record in self._store.records_after(delivery.base)
-            ):  # the reply was lost
+            )
+            if is_repeated:
                 return members.summary(heard_step), b""
+            # Only an asynchronous server takes changes to older weights, until the run ends.
             staleness = self._weights.number - delivery.base
             has_ended = self._weights.record["ended_step"] >= delivery.last_step
             if staleness and (staleness < 0 or has_ended or not self._is_asynchronous):
@@ -125,7 +128,6 @@ class ServerExchange:
                 )
                 return {**members.summary(heard_step), "late": True}, b""
             with self._excluding(site):
-                # Every element once, else the mean would be of something else than the model.
                 self._weights.refuse_contribution(partial(self._read, site, delivery))
             self._store.deliver(delivery)
             self._unusable.discard(site)
@@ -145,15 +147,15 @@ class ServerExchange:
 
     @contextmanager
     def _excluding(self, site: int) -> Iterator[None]:
-        """Refuse what does not fit. A site whose values cannot be used is excluded from the next
-        outer step."""
+        """Refuse the request if the block raises ValueError; if it raises UnusableError, exclude
+        the site from the next outer step, too."""
         try:
             with _refusing():
                 yield
         except UnusableError as error:
             members, number = self._members, self._weights.number + 1
             with members.changed:
-                if site not in self._store.deliveries():  # what was confirmed before stays
+                if site not in self._store.deliveries():  # a confirmed delivery stays
                     with self._store.transaction():
                         self._store.forget([site])
                         self._store.write_site(replace(members.member(site), is_active=False))
@@ -175,8 +177,9 @@ class ServerExchange:
             absent = self._absent(delivered)
             if absent is None:
                 return
-            if self._is_asynchronous:
-                delivered = dict([min(delivered.items())])
+            if self._is_asynchronous:  # a step for every delivery
+                first_site = min(delivered)
+                delivered = {first_site: delivered[first_site]}
             self._make_step(delivered, absent)
 
     def _absent(self, delivered: Mapping[int, DeliverRequest]) -> set[int] | None:
@@ -186,7 +189,7 @@ class ServerExchange:
         members = self._members
         rows = self._store.sites()
         expected = {site for site, row in rows.items() if row.is_active}
-        if self._weights.number == 0:  # all start at about the time of the first site
+        if self._weights.number == 0:  # sites that have not joined yet are about to start
             expected |= set(range(self._weights.sites.count))
         expected |= delivered.keys()
         absent = expected - delivered.keys() - self._unusable
@@ -205,10 +208,10 @@ class ServerExchange:
             return
         members, last_number = self._members, self._weights.number
         reported = members.pending()
-        events = events_of(reported, last_number)
+        events = as_events(reported, last_number)
         joined_sites = self._store.sites()
         for site in sorted(absent):
-            # A site that has joined was not refused, whatever an earlier attempt was told.
+            # A site that has joined may have a refusal of an earlier request, which does not count.
             refusal = "" if site in joined_sites else members.refused.get(site, "")
             reason = f"was refused: {refusal}" if refusal else "missed the outer step"
             events.append(OuterEvent(LEFT_OUT, f"site {site}", reason, last_number))
@@ -216,7 +219,9 @@ class ServerExchange:
         # The last optimizer step of the run, if this outer step reaches it; else 0.
         last_step = max(delivery.last_step for delivery in delivered.values())
         after.record["ended_step"] = last_step if after.record["step"] >= last_step else 0
-        after.record["attempts"] = {str(site): row.attempt for site, row in delivered.items()}
+        after.record["attempts"] = {
+            str(site): delivery.attempt for site, delivery in delivered.items()
+        }
         made_by = list(delivered)
         members.write_step(
             after.record, reported, made_by, absent, tensors=after.tensors, used=made_by
@@ -226,19 +231,19 @@ class ServerExchange:
         self._waits_since = None
         if absent:
             members.log(
-                f"{named(absent)} missed outer step {last_number + 1} by more than "
+                f"{site_names(absent)} missed outer step {last_number + 1} by more than "
                 f"{members.rules.window_seconds:g} s: not waited for until they are back"
             )
-        members.log(f"outer step {last_number + 1} with {named(delivered)}")
+        members.log(f"outer step {last_number + 1} with {site_names(delivered)}")
 
     def _computed(self, delivered: Mapping[int, DeliverRequest]) -> NextStep | None:
-        """Return the state after a step with these deliveries; None if a delivery makes the step
-        fail, which is discarded."""
+        """Return the state after a step with these deliveries; if a delivery makes the step fail,
+        discard it and return None."""
         try:
             return self._next(delivered)
         except Exception as error:
             _raise_temporary(error)
-            culprit, cause = max(delivered), error
+            culprit, cause = max(delivered), error  # unless a delivery fails by itself
         for site, delivery in delivered.items():
             try:
                 self._next({site: delivery})
@@ -256,6 +261,7 @@ class ServerExchange:
         return None
 
     def _next(self, delivered: Mapping[int, DeliverRequest]) -> NextStep:
+        """Compute an outer step with these deliveries; changes nothing."""
         weights, share = self._weights, 1.0
         if self._is_asynchronous:
             ((_, delivery),) = delivered.items()
@@ -286,7 +292,7 @@ class ServerExchange:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Refuse what raises ValueError, but for values that cannot be used."""
+    """Turn a ValueError into a RefusedError; let an UnusableError pass, which is a ValueError."""
     try:
         yield
     except UnusableError:
@@ -296,19 +302,20 @@ def _refusing() -> Iterator[None]:
 
 
 def _raise_temporary(error: Exception) -> None:
-    """Raise an error that may be over when the outer step is made again."""
+    """Raise `error` if the outer step may succeed when it is made again."""
     if isinstance(error, MemoryError | OSError) and not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _section(run: Header) -> SitesSection:
-    """Return how outer steps are made, as a section, which names a server."""
+    """Return the run's settings of outer steps as a section."""
+    # The section requires a server; these values are not used.
     server_fields = {"server": "http://localhost:1", "token_file": "none"}
     return SitesSection.model_validate({**run["sites"], **server_fields})
 
 
 def staleness_weight(staleness: int) -> float:
-    """Return how much a change counts that is relative to weights of so many outer steps ago.
+    """Return the weight of a change relative to the global weights of `staleness` outer steps ago.
 
     ``(1 + s)^-0.5``: the polynomial weight of FedAsync (Xie et al. 2019, arXiv 1903.03934).
     """

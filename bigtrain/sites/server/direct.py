@@ -17,13 +17,13 @@ from typing import Any
 from bigtrain.sites import protocol
 from bigtrain.sites.metrics import LEFT_OUT
 from bigtrain.sites.protocol import Header, RefusedError, RoundEntry, RoundPlan, StepRecord
-from bigtrain.sites.server.members import UNUSABLE, EventKey, Members, events_of, named
+from bigtrain.sites.server.members import UNUSABLE, Members, as_events, site_names
 from bigtrain.sites.server.plan import Waiting, due, plan_round, round_events
-from bigtrain.sites.server.store import SiteRow
+from bigtrain.sites.server.store import EventKey, SiteRow
 
 _MOST_VALUES_BYTES = 64 << 20
 """Limit of the key/value store of a generation."""
-_MOST_SKIPPED = 64
+_MOST_SKIPPED_STEPS = 64
 
 Reply = tuple[Header, bytes]
 
@@ -33,8 +33,8 @@ class _OpenRound:
     """A plan until its verdict.
 
     tokens: by site in the mean. reported_events: events that the plan contains. absent: sites that
-    are not waited for after it. blamed: for values that nobody can use. first_vote: seconds of the
-    clock.
+    are not waited for after it. votes: by site, whether its transfers are done. blamed: sites that
+    sent values which no site can use. first_vote: seconds of the clock.
     """
 
     plan: RoundPlan
@@ -53,13 +53,18 @@ class DirectExchange:
         self._members = members
         self._store = members.store
         self._waiting: dict[int, Waiting] = {}
-        self._plans: dict[int, tuple[str, RoundPlan]] = {}  # by site: entry, and its plan
-        self._open: _OpenRound | None = None
-        self._aborted: RoundPlan | None = None
-        self._incarnations: tuple[Any, str] = ((), "")  # incarnations, and their generation
-        self._values: dict[str, bytes] = {}
-        self._num_undecided = 0
-        self._skipped: dict[int, tuple[int, int]] = {}  # by site: until which number, how often
+        self._plans: dict[int, RoundPlan] = {}  # by site, for its entry in `_planned_entries`
+        self._planned_entries: dict[int, str] = {}
+        self._open_round: _OpenRound | None = None
+        self._aborted_plan: RoundPlan | None = None
+        # Processes of the sites whose groups of ranks are open, and the id of these groups.
+        self._incarnations: tuple[tuple[int, str, int], ...] = ()
+        self._generation = ""
+        self._values: dict[str, bytes] = {}  # of the generation
+        self._num_unexplained = 0  # aborted rounds in a row without a lost or a blamed site
+        # Sites that cannot reach other sites: the last outer step without them, and how often.
+        self._excluded_until: dict[int, int] = {}
+        self._num_exclusions: Counter[int] = Counter()
         self.handlers: dict[str, Callable[[Any, memoryview], Reply]] = {
             "layout": self._layout,
             "layout_of": self._layout_of,
@@ -72,18 +77,19 @@ class DirectExchange:
     # Requests
 
     def joined(self, request: protocol.JoinRequest) -> Header:
-        """Forget what an earlier start of the site was about."""
-        self._detach(request.site)
+        """Withdraw the entry and the vote of an earlier start of the site."""
+        self._withdraw(request.site)
         is_stored = not request.layout or self._store.layout(request.layout) is not None
         return {"uploads": False, "needs_layout": not is_stored}
 
     def left(self, site: int, reason: str) -> None:
         """Continue without a site."""
-        self._detach(site)
+        self._withdraw(site)
         if not reason:
             self._members.note(LEFT_OUT, f"site {site}", "left")
 
     def _layout(self, request: protocol.LayoutRequest, document: memoryview) -> Reply:
+        """Store the layout document of a site."""
         digest = protocol.digest_of(document)
         with self._members.changed:
             self._store.write_layout(digest, document)
@@ -91,7 +97,9 @@ class DirectExchange:
         return {}, b""
 
     def _layout_of(self, request: protocol.LayoutOfRequest, _: memoryview) -> Reply:
-        document = self._store.layout(self._members.member(request.of_site).layout or "-")
+        """Return the layout document of another site."""
+        digest = self._members.member(request.of_site).layout
+        document = self._store.layout(digest or "-")  # no document has this name
         if document is None:
             raise RefusedError(f"site {request.of_site} has not sent its layout")
         return {}, document
@@ -102,25 +110,28 @@ class DirectExchange:
 
         def plan() -> Header | None:
             self._refuse_blamed(self._members.member(site))
-            planned, waiting = self._plans.get(site), self._waiting.get(site)
-            if planned is not None and planned[0] == entry.entry:
-                return {"is_ready": True, "plan": planned[1].model_dump(mode="json")}
-            is_here = waiting is not None and waiting.entry.entry == entry.entry
-            return None if is_here else self._missing()  # its process has joined again
+            if self._planned_entries.get(site) == entry.entry:
+                return {"is_ready": True, "plan": self._plans[site].model_dump(mode="json")}
+            waiting = self._waiting.get(site)
+            is_waiting = waiting is not None and waiting.entry.entry == entry.entry
+            # Else a new process of the site has withdrawn the entry: end the poll.
+            return None if is_waiting else self._missing()
 
         with self._members.changed:
-            self._add(entry)
+            self._add_entry(entry)
         return self._members.poll(plan, entry.seconds) or self._missing(), b""
 
-    def _add(self, entry: RoundEntry) -> None:
+    def _add_entry(self, entry: RoundEntry) -> None:
+        """Count a site as waiting, in place of its earlier entry. Raises RefusedError."""
         site, row = entry.site, self._members.member(entry.site)
         self._refuse_blamed(row)
-        waiting, planned = self._waiting.get(site), self._plans.get(site)
-        if entry.entry in (waiting and waiting.entry.entry, planned and planned[0]):
-            return
+        waiting = self._waiting.get(site)
+        is_waiting = waiting is not None and waiting.entry.entry == entry.entry
+        if is_waiting or self._planned_entries.get(site) == entry.entry:
+            return  # a repeated request
         if row.layout and self._store.layout(row.layout) is None:
             raise RefusedError(f"site {site} has not sent its layout")
-        self._detach(site)
+        self._withdraw(site)
         if not row.is_active:
             self._store.write_site(replace(row, is_active=True))
         self._waiting[site] = Waiting(entry, self._members.clock())
@@ -130,7 +141,7 @@ class DirectExchange:
         """Return the reply to a site whose round is not planned yet."""
         with self._members.changed:
             is_new = self._is_new()
-            awaited = range(self._count()) if is_new else self._expected()
+            awaited = range(self._num_sites()) if is_new else self._expected()
             missing = sorted(set(awaited) - self._waiting.keys())
             refused = self._members.refused
             reasons = {str(site): refused[site] for site in missing if site in refused}
@@ -140,14 +151,14 @@ class DirectExchange:
         """Count the result of a site's transfers; return the verdict once there is one."""
         attempt, site, unusable = request.attempt, request.site, request.unusable
         with self._members.changed:
-            current, aborted = self._open, self._aborted
+            current, aborted = self._open_round, self._aborted_plan
             if current is not None and current.plan.attempt == attempt:
                 self._count_vote(current, site, request.is_done)
                 if unusable in current.plan.members and site in current.plan.members:
                     current.blamed.add(unusable)
-            elif aborted is not None and aborted.attempt == attempt:
+            elif aborted is not None and aborted.attempt == attempt:  # a vote after the verdict
                 if unusable in aborted.members and site in aborted.members:
-                    self._refuse({unusable})
+                    self._exclude({unusable})
             self._members.attempt(self.tick)
         return self.verdict(attempt, request.seconds), b""
 
@@ -155,7 +166,7 @@ class DirectExchange:
         """Return whether an attempt counts, once that is decided."""
 
         def ready() -> Header | None:
-            if self._open is not None and self._open.plan.attempt == attempt:
+            if self._open_round is not None and self._open_round.plan.attempt == attempt:
                 return None
             return {"is_decided": True, "is_committed": self._store.is_committed(attempt)}
 
@@ -191,55 +202,61 @@ class DirectExchange:
     # Rounds
 
     def tick(self) -> None:
-        """Decide the open round, and form the next one, if that is due."""
-        if self._open is not None:
-            self._decide(self._open)
-        if self._open is not None:
+        """Decide the open round and begin the next round, each if it is due."""
+        if self._open_round is not None:
+            self._decide(self._open_round)
+        if self._open_round is not None:
             return
         expected, is_new = self._expected(), self._is_new()
         waiting = {site: waiting for site, waiting in self._waiting.items() if site in expected}
         window, now = self._members.rules.window_seconds, self._members.clock()
-        if due(waiting, expected, self._count(), is_new=is_new, window_seconds=window, now=now):
-            self._form({site: waiting.entry for site, waiting in waiting.items()}, is_new=is_new)
+        if due(waiting, expected, self._num_sites(), is_new=is_new, window_seconds=window, now=now):
+            entries = {site: site_waiting.entry for site, site_waiting in waiting.items()}
+            self._begin_round(entries, is_new=is_new)
 
-    def _form(self, entries: dict[int, RoundEntry], *, is_new: bool) -> None:
-        # Groups of ranks stay open while the same processes of the same sites take part.
+    def _begin_round(self, entries: dict[int, RoundEntry], *, is_new: bool) -> None:
+        """Plan a round of sites by their entries, and open it unless the plan is a refusal."""
+        # Groups of ranks stay open while no site is added, lost or started again.
         rows, last = self._store.sites(), self._store.record()
         incarnations = tuple((s, rows[s].run, rows[s].num_joins) for s in sorted(entries))
-        if self._incarnations[0] != incarnations:
-            self._incarnations, self._values = (incarnations, secrets.token_hex(8)), {}
+        if self._incarnations != incarnations:
+            self._incarnations, self._generation = incarnations, secrets.token_hex(8)
+            self._values = {}
+        # The plan, with the events since the last outer step. What any site sends in float32, all
+        # sites do.
+        plain = set().union(*(json.loads(row.plain) for row in rows.values()))
         plan = plan_round(
             entries,
             last,
             is_new=is_new,
-            generation=self._incarnations[1],
+            generation=self._generation,
             layouts={site: rows[site].layout for site in sorted(entries)},
-            plain=sorted({name for row in rows.values() for name in json.loads(row.plain)}),
+            plain=sorted(plain),
         )
         reported = self._members.pending()
-        before = set(plan.members if last is None else last["members"])
-        events = round_events(plan, events_of(reported, plan.number), before)
+        last_members = set(plan.members if last is None else last["members"])
+        events = round_events(plan, as_events(reported, plan.number), last_members)
         plan = plan.model_copy(update={"events": events})
         for site, entry in entries.items():
-            self._plans[site] = entry.entry, plan
+            self._plans[site], self._planned_entries[site] = plan, entry.entry
             del self._waiting[site]
         if plan.refusal:
-            self._members.log(f"no outer step with {named(plan.members)}: {plan.refusal}")
+            self._members.log(f"no outer step with {site_names(plan.members)}: {plan.refusal}")
         else:
-            older = max(entry.number for entry in entries.values())
-            if last is not None and older < int(last["number"]):
+            newest = max(entry.number for entry in entries.values())
+            if last is not None and newest < int(last["number"]):
                 self._members.log(
                     f"outer step {last['number']} is on none of the sites that are here: they "
-                    f"continue from {older}, which becomes {plan.number}"
+                    f"continue from {newest}, which becomes {plan.number}"
                 )
             tokens = {site: entry.tokens for site, entry in entries.items() if site in plan.sites}
             active = {site for site, row in rows.items() if row.is_active}
             absent = active - set(plan.members) - self._waiting.keys()
-            self._open = _OpenRound(plan, tokens, reported, absent)
+            self._open_round = _OpenRound(plan, tokens, reported, absent)
         self._members.changed.notify_all()
 
     def _decide(self, current: _OpenRound) -> None:
-        """Commit or abort the open round, once all that are alive have voted."""
+        """Commit or abort the open round, once all members that are alive have voted."""
         plan, votes, now = current.plan, current.votes, self._members.clock()
         silent = set(plan.members) - votes.keys()
         if not silent and all(votes.values()) and not current.blamed:
@@ -249,12 +266,13 @@ class DirectExchange:
         if lost_sites:
             self._end_generation()
         rows = self._store.sites()
-        limit = max(rows[site].timeout_seconds for site in plan.members)
-        is_over = current.first_vote is not None and now - current.first_vote >= limit
-        if is_over or silent == lost_sites:
+        timeout = max(rows[site].timeout_seconds for site in plan.members)
+        has_timed_out = current.first_vote is not None and now - current.first_vote >= timeout
+        if has_timed_out or silent == lost_sites:  # all members that are alive have voted
             self._abort(current, silent)
 
     def _commit(self, current: _OpenRound) -> None:
+        """Store the outer step of the open round, and end the round."""
         plan = current.plan
         record = {
             **plan.model_dump(mode="json", include=set(StepRecord.model_fields)),
@@ -264,39 +282,44 @@ class DirectExchange:
         self._members.write_step(
             record, current.reported_events, plan.members, current.absent, attempt=plan.attempt
         )
-        self._open, self._num_undecided = None, 0
+        self._open_round, self._num_unexplained = None, 0
         for site in plan.members:
-            self._skipped.pop(site, None)
+            self._excluded_until.pop(site, None)
+            self._num_exclusions.pop(site, None)
         if plan.fragment is None:
-            self._members.log(f"{named(plan.members)} begin at outer step {plan.number}")
+            self._members.log(f"{site_names(plan.members)} begin at outer step {plan.number}")
         else:
-            self._members.log(f"outer step {plan.number} with {named(plan.sites)}")
+            self._members.log(f"outer step {plan.number} with {site_names(plan.sites)}")
 
     def _abort(self, current: _OpenRound, silent: set[int]) -> None:
         """End the open round without effect; exclude sites for which it failed."""
         plan = current.plan
         failed = {site for site, is_done in current.votes.items() if not is_done}
         if current.blamed:
-            reason = f"{named(current.blamed)} {UNUSABLE}"
+            reason = f"{site_names(current.blamed)} {UNUSABLE}"
         else:
-            reason = f"{named(silent)} was lost" if silent else f"failed for {named(failed)}"
-        self._open, self._aborted = None, plan
+            reason = (
+                f"{site_names(silent)} was lost" if silent else f"failed for {site_names(failed)}"
+            )
+        self._open_round, self._aborted_plan = None, plan
         self._end_generation()  # whose groups are broken
-        self._members.log(f"no outer step with {named(plan.members)}: {reason}")
+        self._members.log(f"no outer step with {site_names(plan.members)}: {reason}")
         self._members.changed.notify_all()
         for site in sorted(silent):
             self._members.note(LEFT_OUT, f"site {site}", "was lost during the exchange")
-        self._refuse(current.blamed)
-        self._num_undecided = 0 if silent or current.blamed else self._num_undecided + 1
-        if self._num_undecided > 1 and len(plan.members) > 1:
-            # All are here, and some cannot reach each other: one is excluded, each time longer.
-            site, self._num_undecided = max(failed), 0
-            times = self._skipped.get(site, (0, 0))[1] + 1
-            self._skipped[site] = plan.number - 1 + min(2**times, _MOST_SKIPPED), times
+        self._exclude(current.blamed)
+        self._num_unexplained = 0 if silent or current.blamed else self._num_unexplained + 1
+        if self._num_unexplained > 1 and len(plan.members) > 1:
+            # All members are alive, and some cannot reach each other: exclude one member, for
+            # twice as many outer steps each time.
+            site, self._num_unexplained = max(failed), 0
+            self._num_exclusions[site] += 1
+            num_steps = min(2 ** self._num_exclusions[site], _MOST_SKIPPED_STEPS)
+            self._excluded_until[site] = plan.number - 1 + num_steps
             self._members.note(LEFT_OUT, f"site {site}", "cannot reach the others")
 
-    def _refuse(self, blamed: Iterable[int]) -> None:
-        """Make no round with these sites until they join again."""
+    def _exclude(self, blamed: Iterable[int]) -> None:
+        """Make no round with the `blamed` sites until they join again."""
         for site in sorted(blamed):
             text = (
                 f"site {site} {UNUSABLE}: it ends -> start it again: it resumes from its newest "
@@ -309,7 +332,8 @@ class DirectExchange:
             self._members.log(f"site {site} is excluded: it {UNUSABLE}")
 
     def _expected(self) -> Mapping[int, SiteRow]:
-        """Return the sites that the next round waits for, with all that are waiting."""
+        """Return the sites that take part in the next round, which waits until they have
+        entered."""
         record = self._store.record()
         number = 0 if record is None else int(record["number"])
         alive = {
@@ -317,26 +341,28 @@ class DirectExchange:
             for site, row in self._store.sites().items()
             if row.is_active and not row.refused and self._members.is_alive(site)
         }
-        reachable = {
-            s: row for s, row in alive.items() if self._skipped.get(s, (0, 0))[0] <= number
-        }
-        return reachable or alive
+        excluded = {site for site, until in self._excluded_until.items() if until > number}
+        included = {site: row for site, row in alive.items() if site not in excluded}
+        return included or alive
 
     def _is_new(self) -> bool:
+        """Return whether no outer step was made, and no waiting site is from a checkpoint."""
         entries = [waiting.entry for waiting in self._waiting.values()]
-        return self._store.record() is None and not any(waiting.number for waiting in entries)
+        return self._store.record() is None and not any(entry.number for entry in entries)
 
-    def _count(self) -> int:
+    def _num_sites(self) -> int:
+        """Return the number of sites of the run; 0 before a site has joined."""
         run = self._store.run()
         return 0 if run is None else int(run["sites"]["count"])
 
-    def _detach(self, site: int) -> None:
-        """End what a site was about: a round in which it has not voted fails."""
+    def _withdraw(self, site: int) -> None:
+        """Withdraw a site's entry; if it has not voted in the open round, count a vote against."""
         self._waiting.pop(site, None)
+        self._planned_entries.pop(site, None)
         self._plans.pop(site, None)
-        if self._open is not None:
-            self._open.absent.discard(site)
-            self._count_vote(self._open, site, is_done=False)
+        if self._open_round is not None:
+            self._open_round.absent.discard(site)
+            self._count_vote(self._open_round, site, is_done=False)
 
     def _count_vote(self, current: _OpenRound, site: int, is_done: bool) -> None:
         """Count the first vote of a member."""
@@ -349,8 +375,8 @@ class DirectExchange:
     def _end_generation(self) -> None:
         """Refuse `get` and `put` of a round that fails: other members may wait there for a site
         that has voted against it, or is lost."""
-        if self._incarnations[1]:
-            self._incarnations = (), ""
+        if self._generation:
+            self._incarnations, self._generation = (), ""
             self._members.changed.notify_all()
 
     def _refuse_blamed(self, row: SiteRow) -> None:
@@ -358,5 +384,5 @@ class DirectExchange:
             raise RefusedError(row.refused)
 
     def _refuse_other_generation(self, generation: str) -> None:
-        if generation != self._incarnations[1]:
+        if generation != self._generation:
             raise RefusedError("the round of this generation is over")

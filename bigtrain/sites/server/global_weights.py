@@ -18,7 +18,9 @@ from bigtrain.sites.contribution import UnusableError, decoded, refuse_norm
 from bigtrain.sites.metrics import square
 from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import MOST_TOKENS, StepRecord
-from bigtrain.sites.rectangles import ParameterBox, Update, join_cuts
+from bigtrain.sites.rectangles import EncodedRectangle, ParameterBox, Update, join_rectangles
+
+_FLOAT32 = FloatCodec(torch.float32, is_relative=False)
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,16 @@ class NextStep:
 
 
 Parts = Callable[[], Iterable[tuple[list[ParameterBox], memoryview]]]
-"""Reads the messages of a site: rectangles, and the codes of their values one after the other."""
+"""Reads the messages of a site: for each its rectangles, and the codes of their values in order."""
 
 
 class GlobalWeights:
-    """The state of an outer server: float32, 4 bytes for each parameter (momentum and rounding
-    error as much again, where there are any). While a step is made, as much again for the new
-    state, and 8 bytes for the mean.
+    """The state of an outer server. Memory for each parameter: 4 bytes (float32) for weights,
+    momentum and rounding error each, if the run has them; while a step is made, the same for the
+    new state, and 8 bytes for the mean.
 
-    shapes: of all parameters that are trained. absolute: whether sites send weights where the codec
-    may (float32); else always differences. tensors, record: the state, and its outer
+    shapes: of every trained parameter. absolute: whether sites send weights if the codec
+    is absolute (float32); else they send differences. tensors, record: the state, and its outer
     step as JSON; a restart needs both.
     """
 
@@ -57,16 +59,16 @@ class GlobalWeights:
         self.is_relative = codec.is_relative or not absolute
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         self._count, ends = sum(sizes), accumulate(sizes)
-        self._places = {
+        self._ranges = {
             name: slice(end - size, end)
             for name, size, end in zip(self.shapes, sizes, ends, strict=True)
         }
-        has_state = {
-            "weights": True,
-            "momentum": sites.outer.has_momentum,
-            "error": codec.keeps_error,
-        }
-        self.tensors = {name: torch.zeros(self._count) for name, has in has_state.items() if has}
+        state_names = ["weights"]
+        if sites.outer.has_momentum:
+            state_names.append("momentum")
+        if codec.keeps_error:
+            state_names.append("error")
+        self.tensors = {name: torch.zeros(self._count) for name in state_names}
         self._updates: dict[str, Update] | None = None
         self._is_filled = torch.zeros(0, dtype=torch.bool)
         self.is_ready = False
@@ -78,19 +80,19 @@ class GlobalWeights:
         return int(self.record["number"])
 
     def restore(self, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
-        """Continue from a state that was kept."""
+        """Continue from a stored state."""
         for name, state in self.tensors.items():
             state.copy_(tensors[name])
         self.record, self.is_ready = dict(record), True
 
     def begin_again(self) -> None:
-        """Expect all initial weights, whatever has come so far."""
+        """Discard the initial weights that were received so far."""
         self._is_filled = torch.zeros(0, dtype=torch.bool)
 
     def begin(self, boxes: Sequence[ParameterBox], payload: memoryview) -> None:
         """Fill rectangles of the initial weights with float32 values; repeated values change
-        nothing. Raises ValueError for values that are not finite, for another number of them, and
-        for rectangles that overlap with others that hold something else."""
+        nothing. Raises ValueError for values that are not finite, for a wrong number of values, and
+        for rectangles that were filled partly, or with other values."""
         if len(payload) % 4 or not payload:
             raise ValueError(f"{len(payload)} bytes are not float32 values")
         values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
@@ -110,7 +112,7 @@ class GlobalWeights:
             is_filled.fill_(True)
 
     def refuse_unfilled(self) -> None:
-        """Raise ValueError unless all initial weights have come."""
+        """Raise ValueError unless all initial weights were received."""
         filled = int(self._is_filled.sum())
         if filled != self._count:
             raise ValueError(f"{filled} of {self._count} initial weights came")
@@ -131,16 +133,16 @@ class GlobalWeights:
     def refuse_contribution(self, parts: Parts) -> None:
         """Raise ValueError unless the messages of a site have every element of the model once,
         UnusableError for values that are not finite or too far from the weights."""
-        is_here = torch.zeros(self._count, dtype=torch.bool)
+        is_received = torch.zeros(self._count, dtype=torch.bool)
         change, weights = 0.0, self.tensors["weights"]
         for box, values in self._values(parts):
-            is_box_here = self._cut(is_here, box)
-            if is_box_here.any():
+            is_box_received = self._cut(is_received, box)
+            if is_box_received.any():
                 raise ValueError(f"elements of {box.name} came twice")
-            is_box_here.fill_(True)
-            before = self._cut(weights, box)
-            change += square(values, torch.zeros(()) if self.is_relative else before)
-        count = int(is_here.sum())
+            is_box_received.fill_(True)
+            box_weights = self._cut(weights, box)
+            change += square(values, torch.zeros(()) if self.is_relative else box_weights)
+        count = int(is_received.sum())
         if count != self._count:
             raise ValueError(f"{count} of {self._count} elements are here")
         refuse_norm(change, square(weights, torch.zeros(())), self._count)
@@ -171,14 +173,14 @@ class GlobalWeights:
             distances[str(site)] = math.sqrt(total / self._count)
 
         # The state after the step, in copies: the step does not count yet.
-        after = {name: state.clone() for name, state in self.tensors.items()}
+        new_states = {name: state.clone() for name, state in self.tensors.items()}
         updates = {}
-        for name, element_range in self._places.items():
-            part = {state_name: state[element_range] for state_name, state in after.items()}
+        for name, element_range in self._ranges.items():
+            states = {state_name: state[element_range] for state_name, state in new_states.items()}
             updates[name] = self._step_parameter(
-                part, mean[element_range], self.shapes[name], share
+                states, mean[element_range], self.shapes[name], share
             )
-        for state_name, state in after.items():
+        for state_name, state in new_states.items():
             if not is_finite(state):
                 raise UnusableError(f"{state_name} that would not be finite")
         record = {
@@ -190,7 +192,7 @@ class GlobalWeights:
             "share": share,
             "time": time.time(),
         }
-        return NextStep(after, updates, record)
+        return NextStep(new_states, updates, record)
 
     def commit(self, after: NextStep) -> None:
         """Take the state after an outer step, which is on disk."""
@@ -198,38 +200,40 @@ class GlobalWeights:
 
     def _step_parameter(
         self,
-        part: Mapping[str, torch.Tensor],
-        value: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        mean: torch.Tensor,
         shape: tuple[int, ...],
         share: float,
     ) -> Update:
-        """Make an outer step on the states of a parameter: flat views, changed in place. value: the
-        sites' mean of weights, or of differences if `is_relative`."""
-        weights, error = part["weights"], part.get("error")
-        before = weights.clone()
-        target = (weights.double() + share * value if self.is_relative else value).float()
-        outer_update(weights, part.get("momentum"), target, self.sites)
+        """Make an outer step on the states of a parameter, flat views that are changed in place;
+        return the update that sites receive. mean: of the sites' weights, or of differences
+        if `is_relative`."""
+        weights, error = states["weights"], states.get("error")
+        old_weights = weights.clone()
+        target = (weights.double() + share * mean if self.is_relative else mean).float()
+        outer_update(weights, states.get("momentum"), target, self.sites)
         if not self._codec.is_relative:  # sites receive weights, even if they sent differences
             return Update(self._codec, weights.view(shape).clone())
         # The encoded update, which sites receive, becomes the weights; its error is kept for later.
-        change = weights - before
+        change = weights - old_weights
         if error is not None:
             change += error
         update = Update(self._codec, change.view(shape))
         sent_update = update.values.reshape(-1)
-        torch.add(before, sent_update, out=weights)
+        torch.add(old_weights, sent_update, out=weights)
         if error is not None:
             error.copy_(change - sent_update)
         return update
 
     def cut(self, boxes: Sequence[ParameterBox], form: str) -> tuple[dict[str, Any], bytes]:
-        """Rectangles of the last ``update`` where it is known, else of the weights (``full``)."""
+        """Return the header and the payload of a reply with rectangles: of the last ``update`` if
+        that is the requested `form` and the update is in memory, else of the weights (``full``)."""
         if form == "update" and self._updates is not None:
-            cuts = [self._updates[box.name].cut(box) for box in boxes]
-            return {"form": "update"}, join_cuts(self._codec, cuts)
-        full = [self._cut(self.tensors["weights"], box).reshape(-1) for box in boxes]
-        plain = FloatCodec(torch.float32, is_relative=False)
-        return {"form": "full"}, join_cuts(plain, [(elements, None) for elements in full])
+            encoded = [self._updates[box.name].cut(box) for box in boxes]
+            return {"form": "update"}, join_rectangles(self._codec, encoded)
+        weights = (self._cut(self.tensors["weights"], box).reshape(-1) for box in boxes)
+        full = [EncodedRectangle(elements, None) for elements in weights]
+        return {"form": "full"}, join_rectangles(_FLOAT32, full)
 
     def _values(self, parts: Parts) -> Iterator[tuple[ParameterBox, torch.Tensor]]:
         """Yield the rectangles of a site, with the values that it sent, float32."""
@@ -239,7 +243,7 @@ class GlobalWeights:
             )
 
     def _decoded(self, payload: memoryview, count: int) -> torch.Tensor:
-        """The values of a message, flat. Raises UnusableError."""
+        """Return the `count` values of a message, flat. Raises UnusableError."""
         if not count:
             return torch.empty(0)
         raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8).unsqueeze(0)
@@ -247,7 +251,7 @@ class GlobalWeights:
 
     def _cut(self, flat: torch.Tensor, box: ParameterBox) -> torch.Tensor:
         """Return a rectangle in a flat tensor of all parameters: a view."""
-        return flat[self._places[box.name]].view(self.shapes[box.name])[box.slices]
+        return flat[self._ranges[box.name]].view(self.shapes[box.name])[box.slices]
 
 
 def _by_box(

@@ -18,9 +18,9 @@ from bigtrain.sites.protocol import (
     JoinRequest,
     RefusedError,
     StepRecord,
-    escaping,
+    one_line_log,
 )
-from bigtrain.sites.server.store import ServerDirectory, SiteRow
+from bigtrain.sites.server.store import EventKey, ServerDirectory, SiteRow
 
 RECONNECT_SECONDS = 3.0
 """Time that a site has to be heard of again once the connection of its heartbeats was closed."""
@@ -28,8 +28,6 @@ UNUSABLE = "sent values that are not finite, or moved too far"
 _MOST_EVENTS = 50  # of one outer step
 _KEPT_EVENTS = 500  # for sites that missed outer steps
 _LONGEST_TEXT = 500
-EventKey = tuple[str, str, str]
-"""Event, who, reason."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Members:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.rules, self.clock = store, rules, clock
-        self.log = escaping(log)
+        self.log = one_line_log(log)
         self.changed = threading.Condition(threading.RLock())
         self.refused: dict[int, str] = {}
         self._failure = ""
@@ -77,8 +75,8 @@ class Members:
     # Sites
 
     def member(self, site: int, run: str = "") -> SiteRow:
-        """Return the row of a site. Raises RefusedError if it has not joined, or if its request is
-        of a second `run` with its index."""
+        """Return the row of a site. Raises RefusedError if it has not joined, or if `run` is not
+        the id of the run directory with which it joined."""
         row, document = self.store.sites().get(site), self.store.run()
         if document is None:
             raise RefusedError("no site has joined yet")
@@ -93,19 +91,19 @@ class Members:
         return row
 
     def admit(self, request: JoinRequest) -> SiteRow:
-        """Count a site that begins, or is back, as a member; return its row before. Raises
-        RefusedError if it trains something else than the sites before it."""
+        """Count a site that begins, or is back, as a member; return its previous row. Raises
+        RefusedError if its run differs from the run of the sites that have joined."""
         site, run = request.site, self.store.run()
-        before = self.store.sites().get(site, SiteRow(site))
+        previous_row = self.store.sites().get(site, SiteRow(site))
         document = self.agreed_run(request)
-        facts = document["facts"] if run is None else run["facts"]
+        old_facts = document["facts"] if run is None else run["facts"]
         for key, value in document["facts"].items():
-            if facts.get(key) != value:
+            if old_facts.get(key) != value:
                 self.log(f"{key}: {_shown(value)} from now on")
         row = SiteRow(
             site,
             request.run,
-            before.num_joins + 1,
+            previous_row.num_joins + 1,
             is_active=True,
             number=request.number,
             layout=request.layout,
@@ -118,26 +116,28 @@ class Members:
             self.store.write_site(row)
         self._run_ids[site], self._has_joined = row.run, True
         self.hear(site, row.run)
-        return before
+        return previous_row
 
     def agreed_run(self, request: JoinRequest) -> Header:
-        """Return the description of the run once a site has joined it. Raises RefusedError, and
-        keeps the reason for all sites."""
-        run, joining = self.store.run(), described(request)
-        before = self.store.sites().get(request.site, SiteRow(request.site))
+        """Return the description of the run as it will be once the site has joined. Raises
+        RefusedError, and keeps the reason in `refused`."""
+        run, joining = self.store.run(), run_description(request)
+        previous = self.store.sites().get(request.site, SiteRow(request.site))
         try:
             refuse_index(request.site, run or joining)
-            is_other = before.run and request.run != before.run
-            if is_other and before.is_active and "sites.index" not in request.allowed:
+            is_other_directory = previous.run and request.run != previous.run
+            may_replace = not previous.is_active or "sites.index" in request.allowed
+            if is_other_directory and not may_replace:
                 raise RefusedError(
-                    f"sites.index = {before.site}: another run directory (run {before.run}) takes "
-                    "part as this site, and has not left -> a sites.index of its own, or stop that "
-                    "run; if it is lost for good, checkpoint.allow_changes=[sites.index] replaces "
-                    "it"
+                    f"sites.index = {previous.site}: another run directory (run {previous.run}) "
+                    "takes part as this site, and has not left -> a sites.index of its own, or "
+                    "stop that run; if it is lost for good, "
+                    "checkpoint.allow_changes=[sites.index] replaces it"
                 )
             document = joining if run is None else _with_changes(run, request)
             if request.parameters is None:
-                # Before any site has joined, compare with the sites that build their models.
+                # The site asks before it builds its model. If no site has joined, there is no run
+                # to compare it with: compare it with other sites that have only asked.
                 now = self.clock()
                 self._announced.pop(request.site, None)
                 if run is None:
@@ -148,21 +148,21 @@ class Members:
                 joining["parameters"] = document["parameters"]
             _refuse_differences(document, joining)
         except RefusedError as error:
-            text = "; ".join(map(str.strip, str(error).splitlines()))
-            self.refused[request.site] = text[:_LONGEST_TEXT]
+            one_line = "; ".join(map(str.strip, str(error).splitlines()))
+            self.refused[request.site] = one_line[:_LONGEST_TEXT]
             raise
         self.refused.pop(request.site, None)
         return document
 
     def hear(self, site: int, run: str) -> None:
-        """Note that a site is alive; without the lock, which an outer step may hold."""
+        """Record that a site is alive; without the lock, which an outer step may hold."""
         if self._run_ids.get(site) == run:
             self._last_heard = self.clock()
             self._alive_until[site] = self._last_heard + HEARTBEAT_TIMEOUT
 
     def hang_up(self, site: int, run: str) -> None:
-        """Note that the process of a site has closed the connection of its heartbeats, as the
-        system does for one that is killed; without the lock."""
+        """Record that the connection of a site's heartbeats was closed, as the system does when
+        the site's process is killed; without the lock."""
         if self._run_ids.get(site) == run:
             limit = self.clock() + RECONNECT_SECONDS
             self._alive_until[site] = min(limit, self._alive_until[site])
@@ -180,21 +180,20 @@ class Members:
     # Outer steps
 
     def summary(self, heard_step: int | None = None) -> Header:
-        """Return where the run is: the last outer step, its sites, the optimizer steps it follows;
-        and the events since outer step `heard_step`, of which a site knows (None: of the last).
-        """
+        """Return the record of the last outer step, with the events since outer step `heard_step`,
+        whose events the site has (None: with the events of the last outer step)."""
         record = self.store.record()
         if record is None:
             return {"is_ready": False, **StepRecord().model_dump(mode="json")}
-        last = int(record["number"]) - 1 if heard_step is None else heard_step
-        records = self.store.records_after(last)
+        last_heard = int(record["number"]) - 1 if heard_step is None else heard_step
+        records = self.store.records_after(last_heard)
         events = [event for record in records for event in record.get("events", ())]
         return {"is_ready": True, **record, "events": events[-_KEPT_EVENTS:]}
 
     def wait(self, base: int, seconds: float, heard_step: int | None = None) -> Header:
-        """Return the `summary`, after an outer step later than `base`, or after `seconds`."""
+        """Wait for an outer step later than `base`, at most `seconds`; return the `summary`."""
 
-        def ready() -> bool | None:
+        def ready() -> bool | None:  # as `poll` expects: None while it has to wait
             record = self.store.record()
             return True if record is not None and record["number"] > base else None
 
@@ -229,7 +228,7 @@ class Members:
             )
             for site, row in self.store.sites().items()
         ]
-        unreported = self._events - reported
+        unreported = self._events - reported  # events that happened after `pending`
         self.store.write_step(record, rows, unreported, **contributions)
         self._events, self._failure = unreported, ""
         self.changed.notify_all()
@@ -249,25 +248,26 @@ class Members:
     # Events
 
     def note(self, event: str, who: str, reason: str) -> None:
-        """Report to the sites with the next outer step that this has happened, and how often: a
-        kind of `OuterEvent`. Waits for nothing. Of strangers only the first ones are kept apart."""
+        """Count an `OuterEvent`, which the sites get with the next outer step. Does not wait for
+        the lock. Only the first `_MOST_EVENTS` different events are kept, since strangers cause
+        events, too."""
         with self._noted_lock:
-            key = event, who, reason
+            key = EventKey(event, who, reason)
             if key in self._noted or len(self._noted) < _MOST_EVENTS:
                 self._noted[key] += 1
 
     def pending(self) -> Counter[EventKey]:
-        """Return how often each event has happened since the last outer step. What `note` was given
-        is added first, and a count is written to the store when it passes a power of two, so that
-        an event that repeats does not keep the disk busy."""
+        """Return how often each event has happened since the last outer step. Adds the events of
+        `note` first. A count is written to the store when it passes a power of two, so that a
+        repeated event does not keep the disk busy."""
         with self._noted_lock:
             noted, self._noted = self._noted, Counter()
         for key, count in noted.items():
-            before = self._events[key]
-            if not before and len(self._events) > _MOST_EVENTS:
+            stored_count = self._events[key]
+            if not stored_count and len(self._events) > _MOST_EVENTS:
                 continue  # a new event, and there are enough
             self._events[key] += count
-            if self._events[key].bit_length() > before.bit_length():
+            if self._events[key].bit_length() > stored_count.bit_length():
                 try:
                     self.store.write_event(key, self._events[key])
                 except OSError as error:
@@ -275,8 +275,8 @@ class Members:
         return self._events.copy()
 
 
-def described(request: JoinRequest) -> Header:
-    """Return the description of the run that a site joins, whose values are not to be changed."""
+def run_description(request: JoinRequest) -> Header:
+    """Return the description of the run that a site joins; its values are shared with `request`."""
     names = ("facts", "sites", "parameters", "exchange")
     return {name: getattr(request, name) for name in names}
 
@@ -289,11 +289,12 @@ def refuse_index(site: int, run: Header) -> None:
 
 
 def _with_changes(run: Header, request: JoinRequest) -> Header:
-    """Return the run with what a site's ``checkpoint.allow_changes`` names from it, as its
-    checkpoints do: the sites after it must agree with that."""
+    """Return the run with the facts of the site that its ``checkpoint.allow_changes`` names, as its
+    checkpoints have them; sites that join later must have the changed facts."""
     facts, sites = dict(run["facts"]), dict(run["sites"])
     for key in {*facts, *request.facts}:
         value = request.facts.get(key)
+        # An entry allows a key and, if it names a section, all keys of that section.
         is_allowed = any(f"{key}.".startswith(f"{entry}.") for entry in request.allowed)
         if facts.get(key) != value and is_allowed:
             facts[key] = value
@@ -303,6 +304,7 @@ def _with_changes(run: Header, request: JoinRequest) -> Header:
 
 
 def _refuse_differences(run: Header, joining: Header) -> None:
+    """Raise RefusedError with the differences between the server's run and the run of a site."""
     names = {"parameters": "parameters", "sites": "sites", "sites.exchange": "exchange"}
     server_values, site_values = (
         {**description["facts"], **{key: description[name] for key, name in names.items()}}
@@ -324,12 +326,12 @@ def _shown(value: Any) -> str:
     return text if len(text) < 200 else f"{text[:200]}..."
 
 
-def events_of(counts: Mapping[EventKey, int], number: int) -> list[OuterEvent]:
-    """Return what has happened before outer step `number`."""
+def as_events(counts: Mapping[EventKey, int], number: int) -> list[OuterEvent]:
+    """Return counted events; number: their outer step."""
     return [OuterEvent(*key, number, count) for key, count in counts.items()]
 
 
-def named(sites: Iterable[int]) -> str:
+def site_names(sites: Iterable[int]) -> str:
     """Return the sites as a log line names them."""
     numbers = ", ".join(map(str, sorted(sites)))
     return f"site {numbers}" if numbers else "no site"

@@ -11,7 +11,7 @@ from bigtrain.sites.metrics import LEFT_OUT, RETURNED
 from bigtrain.sites.protocol import Header, JoinRequest, RefusedError
 from bigtrain.sites.server.deliveries import ServerExchange
 from bigtrain.sites.server.direct import DirectExchange
-from bigtrain.sites.server.members import Members, Rules, described, refuse_index
+from bigtrain.sites.server.members import Members, Rules, refuse_index, run_description
 from bigtrain.sites.server.store import ServerDirectory
 
 
@@ -56,7 +56,7 @@ class OuterServerState(Members):
         if isinstance(request, protocol.LeaveRequest):
             self.leave(request.site, request.reason)
             return {}, b""
-        assert self.exchange is not None  # where a site has joined
+        assert self.exchange is not None  # since the site has joined
         handler = self.exchange.handlers.get(action)
         if handler is None:
             run_exchange = "server" if isinstance(self.exchange, ServerExchange) else "direct"
@@ -68,13 +68,14 @@ class OuterServerState(Members):
         return handler(request, payload)
 
     def join(self, request: JoinRequest) -> Header:
-        """Count a site that begins, or is back, as a member; without parameters only find out
-        whether it may be one. Raises RefusedError."""
+        """Count a site that begins, or is back, as a member; a request without parameters only
+        asks whether the site may join. Raises RefusedError."""
         exchange = self.exchange
         if exchange is None and request.parameters is not None:
-            # Without the lock, for which everybody waits, and before it is on disk: it may fail.
-            refuse_index(request.site, described(request))
-            exchange = self._build(described(request))
+            # Build it before the run is stored, since that may fail, and without the lock, since
+            # all other requests wait for the lock.
+            refuse_index(request.site, run_description(request))
+            exchange = self._build(run_description(request))
         with self.changed:
             exchange = self.exchange or exchange
             if request.parameters is None or exchange is None:
@@ -110,8 +111,8 @@ class OuterServerState(Members):
             self.tick()
 
     def tick(self) -> None:
-        """Do what is due by now. A failure leaves the state as it was and is logged once; the next
-        call repeats the work."""
+        """Make the outer steps that are due. A failure leaves the state as it was and is logged
+        once; the next call repeats the work."""
         with self.changed:
             self.pending()
             if self.exchange is not None:

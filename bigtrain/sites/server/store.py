@@ -4,11 +4,11 @@
 
     server.sqlite             the run, its sites, contributions, outer steps and events
     state-000012-ID           weights, momentum and rounding error after outer step 12
-    parts/ID                  messages of a site for the next step, as they came
+    parts/ID                  messages of a site for the next step, as received
     layouts/DIGEST            layout documents of sites
 
-A file is written and synced before the row that names it; files without a row are removed at the
-start. A transaction is on disk entirely, or not at all.
+A file is written and synced before the row that names it; files without a row are removed when the
+server starts. A transaction is on disk completely, or not at all.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields
+from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,8 +56,9 @@ class SiteRow:
     """A site that has joined.
 
     run: id of its run directory. num_joins: how often it has started. is_active: other sites wait
-    for it. is_training: it was in an outer step since it joined. number: of its last outer step.
-    refused: why it takes part in none until it joins again. layout: digest. plain: JSON.
+    for it. is_training: it took part in an outer step since it joined. number: its last outer step.
+    refused: why it takes part in no outer step until it joins again; empty if it may. layout:
+    digest. plain: JSON list of parameters.
     """
 
     site: int
@@ -70,6 +72,14 @@ class SiteRow:
     layout: str = ""
     plain: str = "[]"
     timeout_seconds: float = 600.0
+
+
+class EventKey(NamedTuple):
+    """What equal events have in common, see `OuterEvent`."""
+
+    event: str
+    who: str
+    reason: str
 
 
 class ServerDirectory:
@@ -86,7 +96,7 @@ class ServerDirectory:
         for name in ("parts", "layouts"):
             (directory / name).mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        self._unused: list[Path] = []  # files without a row after the transaction
+        self._unused: list[Path] = []  # files to remove, which lose their row in the transaction
         self._run: dict[str, Any] | None = None
         self._connection = self._connect()
         with self.transaction():
@@ -152,7 +162,7 @@ class ServerDirectory:
         """Commit; if that fails, as with a failed sync, find out whether the transaction is in the
         database nevertheless."""
         # A counter that is written in the transaction: it shows whether COMMIT took effect.
-        version = (int(self._rows("PRAGMA user_version")[0][0]) + 1) % (1 << 31)
+        version = (int(self._scalar("PRAGMA user_version")) + 1) % (1 << 31)
         self._connection.execute(f"PRAGMA user_version = {version}")
         try:
             self._connection.execute("COMMIT")
@@ -160,8 +170,12 @@ class ServerDirectory:
             with suppress(sqlite3.Error):
                 self._connection.close()
             self._connection = self._connect()
-            if int(self._rows("PRAGMA user_version")[0][0]) != version:
+            if int(self._scalar("PRAGMA user_version")) != version:
                 raise
+
+    def _scalar(self, sql: str) -> Any:
+        """Return the only value of a query; None without a row."""
+        return next((value for (value,) in self._rows(sql)), None)
 
     def _rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._lock:
@@ -174,10 +188,11 @@ class ServerDirectory:
     # The run and its sites
 
     def run(self) -> dict[str, Any] | None:
-        """Return the description of the run, not to be changed; None in a new directory."""
+        """Return the description of the run, which callers must not change; None in a new
+        directory."""
         if self._run is None:  # every request needs it, and it names every parameter
-            rows = self._rows("SELECT document FROM run")
-            self._run = json.loads(rows[0][0]) if rows else None
+            document = self._scalar("SELECT document FROM run")
+            self._run = None if document is None else json.loads(document)
         return self._run
 
     def write_run(self, document: Mapping[str, Any]) -> None:
@@ -189,7 +204,8 @@ class ServerDirectory:
 
     def sites(self) -> dict[int, SiteRow]:
         """Return all sites that have joined."""
-        return {row[0]: SiteRow(*row) for row in self._rows("SELECT * FROM sites ORDER BY site")}
+        rows = starmap(SiteRow, self._rows("SELECT * FROM sites ORDER BY site"))
+        return {row.site: row for row in rows}
 
     def write_site(self, row: SiteRow) -> None:
         """Replace the row of a site."""
@@ -234,7 +250,7 @@ class ServerDirectory:
         return [self.directory / "parts" / name for (name,) in self._rows(sql, site, attempt)]
 
     def deliver(self, delivery: DeliverRequest) -> None:
-        """Store that an attempt is complete; earlier ones of the site are removed."""
+        """Store that an attempt is complete; remove the site's earlier attempts."""
         with self.transaction():
             self._delete_parts("site = ? AND attempt != ?", delivery.site, delivery.attempt)
             row = [getattr(delivery, name) for name in _DELIVERED]
@@ -243,11 +259,11 @@ class ServerDirectory:
     def deliveries(self) -> dict[int, DeliverRequest]:
         """Return the complete contributions for the next step, by site."""
         rows = self._rows("SELECT * FROM deliveries ORDER BY site")
-        fields_by_site = {row[0]: dict(zip(_DELIVERED, row, strict=True)) for row in rows}
-        return {s: DeliverRequest.model_construct(**row) for s, row in fields_by_site.items()}
+        deliveries = [dict(zip(_DELIVERED, row, strict=True)) for row in rows]
+        return {d["site"]: DeliverRequest.model_construct(**d) for d in deliveries}
 
     def forget(self, sites: Iterable[int]) -> None:
-        """Remove what sites have sent for the next step."""
+        """Remove the contributions of sites for the next step."""
         with self.transaction():
             for site in sites:
                 self._delete_parts("site = ?", site)
@@ -257,8 +273,8 @@ class ServerDirectory:
 
     def record(self) -> dict[str, Any] | None:
         """Return the record of the last outer step; None before the first."""
-        rows = self._rows("SELECT record FROM rounds ORDER BY id DESC LIMIT 1")
-        return json.loads(rows[0][0]) if rows else None
+        record = self._scalar("SELECT record FROM rounds ORDER BY id DESC LIMIT 1")
+        return None if record is None else json.loads(record)
 
     def records_after(self, number: int, limit: int = _KEPT_RECORDS) -> list[dict[str, Any]]:
         """Return the records of the newest outer steps later than `number`, oldest first."""
@@ -273,14 +289,14 @@ class ServerDirectory:
         self,
         record: Mapping[str, Any],
         sites: Iterable[SiteRow],
-        events: Mapping[tuple[str, str, str], int],
+        events: Mapping[EventKey, int],
         *,
         attempt: str | None = None,
         tensors: Mapping[str, torch.Tensor] | None = None,
         used: Sequence[int] = (),
     ) -> None:
-        """Store an outer step: its record, sites and events after it, and the state of the weights,
-        if the server has them. Contributions of the sites `used` are removed."""
+        """Store an outer step: its record, the sites and events after it, and `tensors`, the state
+        of the weights, if the server holds them. Remove the contributions of the sites `used`."""
         number = int(record["number"])
         path = self.directory / f"state-{number:06d}-{secrets.token_hex(4)}"
         try:
@@ -288,6 +304,7 @@ class ServerDirectory:
                 save_file(dict(tensors), path)
                 sync_to_disk(path)
                 sync_to_disk(self.directory)
+            # One transaction, which replaces the state file of the outer step before.
             with self.transaction():
                 self._unused += self._state_files()
                 name = None if tensors is None else path.name
@@ -311,21 +328,20 @@ class ServerDirectory:
 
     def state(self) -> dict[str, torch.Tensor] | None:
         """Return the tensors after the last outer step; None if there are none yet."""
-        files = self._state_files()
+        path = next(iter(self._state_files()), None)
         try:
-            return load_file(files[0]) if files else None
+            return None if path is None else load_file(path)
         except Exception as error:  # whatever safetensors raises for a file that is damaged
-            raise LaunchError(
-                f"{files[0]} cannot be read: {error} -> restore the directory"
-            ) from error
+            raise LaunchError(f"{path} cannot be read: {error} -> restore the directory") from error
 
     # Events
 
-    def events(self) -> dict[tuple[str, str, str], int]:
-        """Return how often each event (event, who, reason) happened since the last outer step."""
-        return {(a, b, c): n for a, b, c, n in self._rows("SELECT * FROM events ORDER BY rowid")}
+    def events(self) -> dict[EventKey, int]:
+        """Return how often each event happened since the last outer step."""
+        rows = self._rows("SELECT * FROM events ORDER BY rowid")
+        return {EventKey(event, who, reason): count for event, who, reason, count in rows}
 
-    def write_event(self, key: tuple[str, str, str], count: int) -> None:
+    def write_event(self, key: EventKey, count: int) -> None:
         """Store how often an event has happened."""
         self._write(
             "INSERT INTO events VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET count = ?",

@@ -79,11 +79,8 @@ def s3_options() -> dict[str, Any]:
     unsigned = os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("true", "1")
     # Without credentials in the profile, obstore uses the machine's role.
     has_credentials = any(name in profile.settings for name in _SIGNING)
-    if (
-        has_credentials
-        and not unsigned
-        and not _has("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    ):
+    has_variables = _has("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if has_credentials and not unsigned and not has_variables:
         options["credential_provider"] = ProfileCredentials(profile.name)
     return options
 

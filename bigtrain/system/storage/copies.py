@@ -29,17 +29,17 @@ from bigtrain.system.storage.stores import (
 from bigtrain.system.user_cache import cache_directory
 
 MARK = "copying.json"
-_KNOWN = ".fetched.json"
+_FETCHED = ".fetched.json"
 
-Wanted = Callable[[str], bool]
+NameFilter = Callable[[str], bool]
 
 
-def list_tree(address: str, selects: Wanted = lambda name: True) -> dict[str, RemoteStat]:
+def list_tree(address: str, selects: NameFilter = lambda name: True) -> dict[str, RemoteStat]:
     """Return the files below `address` by their paths, with slashes. Raise NotFoundError
     if there are none."""
     store = store_of(address)
     entries = with_retries(address, "cannot be listed", lambda: store.find(address))
-    begin = len(address.rstrip("/")) + 1
+    begin = len(address.rstrip("/")) + 1  # of a path relative to `address`
     files = {
         name[begin:]: stat
         for name, stat in entries
@@ -53,7 +53,7 @@ def list_tree(address: str, selects: Wanted = lambda name: True) -> dict[str, Re
 def fetch_tree(
     address: str,
     directory: Path,
-    selects: Wanted = lambda name: True,
+    selects: NameFilter = lambda name: True,
     say: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Copy the files below `address` into `directory`; return the number of bytes received.
@@ -63,28 +63,29 @@ def fetch_tree(
     """
     files = list_tree(address, selects)
     directory.mkdir(parents=True, exist_ok=True)
-    # What earlier calls fetched, by name.
+    # Identities of the files that earlier calls fetched, by name.
     fetched: dict[str, list[object]] = {}
     with suppress(OSError, ValueError):
-        entries = json.loads((directory / _KNOWN).read_bytes())
+        entries = json.loads((directory / _FETCHED).read_bytes())
         fetched = entries if isinstance(entries, dict) else {}
     num_bytes = 0
     for name, stat in files.items():
-        if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name or "\0" in name:
+        is_unsafe = any(part in ("", ".", "..") for part in name.split("/"))
+        if is_unsafe or "\\" in name or "\0" in name:
             raise StorageError(
                 f"{without_secrets(address)} has a file {name!r}, which is not a file name"
             )
         target = directory / name
-        is_known = fetched.get(name) == _identity(stat) and stat.version is not None
-        if is_known and target.is_file() and target.stat().st_size == stat.size:
+        is_fetched = fetched.get(name) == _identity(stat) and stat.version is not None
+        if is_fetched and target.is_file() and target.stat().st_size == stat.size:
             continue
         say(f"{name}: {stat.size or 0:,} bytes")
         num_bytes += _fetch(joined(address, name), stat, target)
         fetched[name] = _identity(stat)
         # Recorded after each file, so that an interrupted call loses nothing.
-        draft = directory / f"{_KNOWN}.{os.getpid()}"
+        draft = directory / f"{_FETCHED}.{os.getpid()}"
         draft.write_text(json.dumps(fetched))
-        draft.replace(directory / _KNOWN)
+        draft.replace(directory / _FETCHED)
     return num_bytes
 
 
@@ -96,8 +97,9 @@ def copy_tree(directory: Path, address: str, last: str | None = None) -> int:
     again. Raises StorageError, and FileNotFoundError if a file is removed in the meantime.
     """
     store = store_of(address)
+    # Files of this machine's copy; with `last`, files that an unfinished copy has sent.
     names = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
-    names = [name for name in names if name != _KNOWN and not name.endswith(".partial")]
+    names = [name for name in names if name != _FETCHED and not name.endswith(".partial")]
     copied: dict[str, RemoteStat] = {}
     if last is not None:
         names = [*(name for name in names if name != last), last]
@@ -159,6 +161,8 @@ def fetched_copy(address: str, directory: Path, weights: bool) -> Path:
 
 
 def _fetch(address: str, stat: RemoteStat, target: Path) -> int:
+    """Copy a file to `target`, from where an earlier call stopped; return the number of bytes
+    received."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(json.dumps(_identity(stat)).encode()).hexdigest()[:12]
     draft = target.with_name(f"{target.name}.{digest}.partial")
@@ -179,11 +183,13 @@ def _fetch(address: str, stat: RemoteStat, target: Path) -> int:
 
 
 def _identity(stat: RemoteStat) -> list[object]:
+    """Return JSON values that change with the file."""
     return [stat.size, stat.version, stat.modified_ns]
 
 
 @contextmanager
 def _exclusive(directory: Path) -> Iterator[None]:
+    """Let one process at a time run the block for `directory`."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -191,7 +197,8 @@ def _exclusive(directory: Path) -> Iterator[None]:
 
 
 def checkpoint_steps(files: Sequence[str]) -> list[int]:
-    """Return the steps of the complete checkpoints among the files of a copied run."""
+    """Return the steps of the complete checkpoints among the files of a copied run, newest
+    first."""
     steps = (
         name.split("/")[1].removeprefix("step-")
         for name in files

@@ -103,6 +103,7 @@ class DirectFile:
             self._pending.popleft().result()
 
     def _write(self, data: memoryview, position: int) -> None:
+        """Write all of `data`; without O_DIRECT once the file system refuses it."""
         written = 0
         while written < len(data):
             try:

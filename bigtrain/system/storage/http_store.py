@@ -45,9 +45,10 @@ class HttpStore(Store):
         with self._get(address, headers) as answer:
             if not listed.is_same(_stat(answer)):
                 raise changed(address)
-            # The file position of the first byte of a response
+            # The response begins at the file's start, unless it is a range (status 206).
             match = re.match(r"bytes (\d+)-", answer.headers.get("Content-Range", ""))
-            skip = begin - (int(match[1]) if match and answer.status_code == 206 else 0)
+            response_begin = int(match[1]) if match and answer.status_code == 206 else 0
+            skip = begin - response_begin
             if skip < 0:
                 raise unreadable(address, "the server sends a different range than requested")
             num_bytes = None if end is None else end - begin

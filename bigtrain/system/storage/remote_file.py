@@ -91,8 +91,8 @@ class RemoteFile(io.RawIOBase):
         self._ahead = ahead
         self._position = 0
         self._chunks: Iterator[bytes | memoryview] | None = None
-        self._rest = memoryview(b"")  # of the last chunk
-        self._at = 0  # the byte of the file that `_rest` begins with
+        self._chunk = memoryview(b"")  # the unread part of the last chunk
+        self._chunk_position = 0  # position of its first byte in the file
 
     def readable(self) -> bool:
         return True
@@ -118,14 +118,14 @@ class RemoteFile(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         filled = 0
         while filled < len(view):
-            if not self._rest or self._at != self._position:
+            if not self._chunk or self._chunk_position != self._position:
                 if not self._advance(len(view) - filled):
                     break
                 continue
-            count = min(len(self._rest), len(view) - filled)
-            view[filled : filled + count] = self._rest[:count]
-            self._rest = self._rest[count:]
-            self._at += count
+            count = min(len(self._chunk), len(view) - filled)
+            view[filled : filled + count] = self._chunk[:count]
+            self._chunk = self._chunk[count:]
+            self._chunk_position += count
             self._position += count
             filled += count
         return filled
@@ -135,24 +135,24 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _advance(self, num_bytes: int) -> bool:
-        """Read the chunk at the position, of `num_bytes` or more; return False at the end of the
-        file."""
-        # The next chunk of the stream, or the part of this one after the position.
-        if self._chunks is not None and self._at + len(self._rest) == self._position:
-            self._at = self._position
+        """Make `_chunk` begin at the position; return False at the end of the file. num_bytes: to
+        request, if a new request is needed."""
+        # The next chunk of the stream, or the part of this chunk after the position.
+        if self._chunks is not None and self._chunk_position + len(self._chunk) == self._position:
+            self._chunk_position = self._position
             chunk = next(self._chunks, None)
             if chunk is not None:
-                self._rest = memoryview(chunk).cast("B")
+                self._chunk = memoryview(chunk).cast("B")
                 return True
-        elif self._at < self._position < self._at + len(self._rest):
-            self._rest = self._rest[self._position - self._at :]
-            self._at = self._position
+        elif self._chunk_position < self._position < self._chunk_position + len(self._chunk):
+            self._chunk = self._chunk[self._position - self._chunk_position :]
+            self._chunk_position = self._position
             return True
         self._stop()
         size = self._listed.size
         if size is not None and self._position >= size:
             return False
-        if size is None and self._at:  # its only stream has ended
+        if size is None and self._chunk_position:  # the stream to its unknown end is over
             return False
 
         # A new request: to the end of a sequential reader's range, or of the bytes to read.
@@ -164,18 +164,19 @@ class RemoteFile(io.RawIOBase):
         else:
             end = min(size, begin + max(num_bytes, WINDOW_BYTES))
         chunks = resumed(self._store, self._address, self._listed, begin, end)
-        long = end is None or end - begin > WINDOW_BYTES
-        self._chunks = _Ahead(chunks) if self._ahead and self._end is not None and long else chunks
-        self._at = begin
+        is_long = end is None or end - begin > WINDOW_BYTES
+        reads_ahead = self._ahead and self._end is not None and is_long
+        self._chunks = _Ahead(chunks) if reads_ahead else chunks
+        self._chunk_position = begin
         chunk = next(self._chunks, None)
-        self._rest = memoryview(b"" if chunk is None else chunk).cast("B")
+        self._chunk = memoryview(b"" if chunk is None else chunk).cast("B")
         return chunk is not None
 
     def _stop(self) -> None:
         if isinstance(self._chunks, _Ahead):
             self._chunks.close()
         self._chunks = None
-        self._rest = memoryview(b"")
+        self._chunk = memoryview(b"")
 
 
 class _Ahead(Iterator[bytes | memoryview]):

@@ -33,8 +33,8 @@ class RemoteStat:
     modified_ns: int | None = None
 
     def is_same(self, now: RemoteStat) -> bool:
-        """Return whether the file is unchanged: by its version, or else by its time (listings and
-        responses may report different fractions of a second)."""
+        """Return whether the file is unchanged as far as both statuses show: by its version, or
+        else by its time (listings and responses may report different fractions of a second)."""
         if self.size is not None and now.size is not None and self.size != now.size:
             return False
         if self.version is not None or now.version is not None:
@@ -135,9 +135,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Retry policy: `tries` attempts in a row without a byte of progress are an error. `seconds`
-    gives the delay before each: doubling from half a second to at most half a minute, with
-    jitter."""
+    """Retry policy: `tries` attempts in a row without a byte of progress are an error. The delay
+    before a retry doubles from `first_s` to at most `longest_s` seconds, with jitter."""
 
     tries: int = 8
     first_s: float = 0.5
@@ -145,7 +144,7 @@ class RetryPolicy:
     sleep: Callable[[float], None] = time.sleep
 
     def wait(self, failed: int) -> None:
-        """Sleep after `failed` attempts in a row."""
+        """Sleep after `failed` failed attempts in a row."""
         seconds = min(self.longest_s, self.first_s * 2 ** (failed - 1))
         self.sleep(seconds * random.uniform(0.5, 1.0))
 

@@ -87,7 +87,7 @@ def test_another_model_with_the_same_settings_is_refused_and_logged(
         first, _ = site_of(0, "float32", reach)
         second, _ = site_of(1, "float32", reach, size=5)
         reason = r"parameters: \[\['weight', \[4\]\]\] there, \[\['weight', \[5\]\]\] here"
-        first._exchange.begin({**first._join, "number": 0, "is_new": True})
+        first._exchange.begin({**first._join_fields, "number": 0, "is_new": True})
         with pytest.raises(LaunchError, match=reason):
             second.begin(0, 0, is_new=True)
         first.close()

@@ -40,8 +40,8 @@ from bigtrain.sites.protocol import (
     request_signature,
     unpack,
 )
-from bigtrain.sites.rectangles import ParameterBox, split_cuts
-from bigtrain.sites.server.app import HTTPServer, OuterServer, Place, _Marks
+from bigtrain.sites.rectangles import ParameterBox, decode_rectangles
+from bigtrain.sites.server.app import HTTPServer, OuterServer, Place, _SignedHeaders
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
 from bigtrain.sites.server.store import ServerDirectory
@@ -164,7 +164,9 @@ def test_a_run_over_http_and_what_is_refused_on_the_way(tmp_path: Path) -> None:
         assert told >= {("message_refused", "corrupted", 1)}
         assert ("forged", "127.0.0.1") in {(e["reason"], e["who"]) for e in state["events"]}
         _, payload = ask(client, "weights", site=0, number=1, form="full", boxes=boxes)
-        values = split_cuts(CODECS["float32"], payload, [(ParameterBox((0,), (4,), "w"), (4,))])
+        values = decode_rectangles(
+            CODECS["float32"], payload, [(ParameterBox((0,), (4,), "w"), (4,))]
+        )
         assert torch.equal(values, weights + 1)
         with pytest.raises(RefusedByServerError, match="outer step 1 was made meanwhile"):
             ask(client, "weights", site=0, number=0, form="full", boxes=boxes)
@@ -227,28 +229,28 @@ def test_a_message_that_is_sent_again_is_never_accepted(tmp_path: Path) -> None:
         OuterServerState(ServerDirectory(tmp_path), Rules(False, 1.0), said.append), TOKEN, print
     )
 
-    def status(marks: Any) -> int | None:
-        refusal = server._refusal_by_headers("host", marks)
+    def status(headers: Any) -> int | None:
+        refusal = server._refusal_by_headers("host", headers)
         return None if refusal is None else refusal[0]
 
-    session = server._greeted("0" * 32)["session"]
-    assert server._greeted("0" * 32)["session"] == session  # no new one for an old message
-    first = signed_marks(server, f"{session}-1")
+    session = server._greet("0" * 32)["session"]
+    assert server._greet("0" * 32)["session"] == session  # no new one for an old message
+    first = signed_headers(server, f"{session}-1")
     assert status(first) is None
     for sequence in range(2, 100_002):
         server._last[session] = sequence
     assert status(first) == 401
-    assert status(signed_marks(server, f"{session}-100002")) is None
-    assert status(signed_marks(server, f"{session}-100002")) == 401
-    assert status(signed_marks(server, f"{'0' * 16}-1")) == 412
-    assert status(replace(signed_marks(server, f"{session}-200000"), length=3)) == 401
+    assert status(signed_headers(server, f"{session}-100002")) is None
+    assert status(signed_headers(server, f"{session}-100002")) == 401
+    assert status(signed_headers(server, f"{'0' * 16}-1")) == 412
+    assert status(replace(signed_headers(server, f"{session}-200000"), length=3)) == 401
 
 
-def signed_marks(server: OuterServer, nonce: str) -> _Marks:
+def signed_headers(server: OuterServer, nonce: str) -> _SignedHeaders:
     """The headers of a message without a body."""
     instance, digest = server._instance, digest_of(b"")
     signature = request_signature(TOKEN, "leave", instance, nonce, 0, digest)
-    return _Marks("leave", instance, nonce, 0, digest, signature)
+    return _SignedHeaders("leave", instance, nonce, 0, digest, signature)
 
 
 def own_certificate(directory: Path) -> tuple[Path, Path]:

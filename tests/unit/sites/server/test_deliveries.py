@@ -15,7 +15,13 @@ from bigtrain.settings.sections.sites import SitesSection
 from bigtrain.sites.codecs import CODECS, BlockCodec
 from bigtrain.sites.outer_optimizer import outer_update
 from bigtrain.sites.protocol import RefusedError, parse_request
-from bigtrain.sites.rectangles import ParameterBox, Update, join_cuts, split_cuts, touched_blocks
+from bigtrain.sites.rectangles import (
+    ParameterBox,
+    Update,
+    decode_rectangles,
+    join_rectangles,
+    touched_blocks,
+)
 from bigtrain.sites.server.deliveries import staleness_weight
 from bigtrain.sites.server.members import Rules
 from bigtrain.sites.server.state import OuterServerState
@@ -127,7 +133,7 @@ class Site:
             is_update = reply["form"] == "update"
             codec = self.codec if is_update else CODECS["float32"]
             pairs = [(box, SHAPES[box.name]) for box in boxes]
-            values = split_cuts(codec, memoryview(payload), pairs)
+            values = decode_rectangles(codec, memoryview(payload), pairs)
             begin = 0
             for box in boxes:
                 value = values[begin : begin + box.num_elements].view(box.sizes)
@@ -241,8 +247,8 @@ def test_a_rectangle_of_an_update_means_the_same_whatever_else_is_cut() -> None:
             ParameterBox((0, 11), (13, 7), "w"),
             ParameterBox((12, 69), (1, 1), "w"),
         ):
-            payload = memoryview(join_cuts(codec, [update.cut(box)] * 2))
-            values = split_cuts(codec, payload, [(box, (13, 70))] * 2)
+            payload = memoryview(join_rectangles(codec, [update.cut(box)] * 2))
+            values = decode_rectangles(codec, payload, [(box, (13, 70))] * 2)
             assert torch.equal(values, update.values[box.slices].reshape(-1).repeat(2)), (name, box)
         if isinstance(codec, BlockCodec):
             whole = codec.decode(codec.encode(full.view(1, -1)), full.numel())
