@@ -66,8 +66,8 @@ def read_world(environment: Mapping[str, str]) -> World:
     if not {"RANK", "WORLD_SIZE"} & values.keys():
         if "MASTER_ADDR" in environment:
             raise LaunchError(
-                "the environment has MASTER_ADDR but not RANK and WORLD_SIZE, so this process does "
-                "have no rank: start with deepspeed, torchrun or accelerate launch "
+                "the environment has MASTER_ADDR but not RANK and WORLD_SIZE, so this process "
+                "has no rank: start with deepspeed, torchrun or accelerate launch "
                 "--multi_gpu (also for CPUs: its --cpu starts one process, whatever "
                 "--num_processes says), or unset MASTER_ADDR to run one process"
             )

@@ -110,8 +110,14 @@ def check_interface(host: str, fact: Mapping[str, Any], *, is_only_host: bool) -
     variables, interfaces = fact["interface_variables"], fact["interfaces"]
     for variable, value in variables.items():
         # NCCL's notation: prefixes of names, after ^ to exclude them or = for complete names.
-        prefixes = tuple(value.lstrip("^=").split(","))
-        if not any(name.startswith(prefixes) for name in interfaces):
+        is_exclusion, names = value.startswith("^"), value.lstrip("^=").split(",")
+        if "=" in value[:2]:
+            listed = {name for name in interfaces if name in names}
+        else:
+            listed = {name for name in interfaces if name.startswith(tuple(names))}
+        # Loopback remains of every exclusion, and reaches no other host.
+        usable = set(interfaces) - listed - {"lo"} if is_exclusion else listed
+        if not usable:
             text = f"{variable}={value}, and the interfaces are {', '.join(interfaces)}"
             return Finding(host, "interface", text, f"set {variable} to one of those")
     address = fact["own_address"]

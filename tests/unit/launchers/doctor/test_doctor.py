@@ -116,6 +116,13 @@ def test_interfaces() -> None:
     assert not checked().failed
     assert not checked(interface_variables={"NCCL_SOCKET_IFNAME": "ib"}).failed
     failed(checked(interface_variables={"GLOO_SOCKET_IFNAME": "eth7"}), "eth7", "eth0, ib0")
+    # NCCL's exclusions and complete names.
+    for value, is_usable in (
+        ("^docker", True), ("^eth,lo", True), ("^eth,ib", False), ("=ib0", True), ("=ib", False),
+        ("^=eth0", True), ("^=eth0,ib0", False),
+    ):  # fmt: skip
+        finding = checked(interface_variables={"NCCL_SOCKET_IFNAME": value})
+        assert finding.failed is not is_usable, value
     failed(checked(own_address="127.0.1.1"), "its host name resolves to 127.0.1.1")
     failed(checked(own_address=None), "does not resolve")
     assert not checked(own_address="127.0.1.1", alone=True).failed
