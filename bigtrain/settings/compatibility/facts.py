@@ -21,14 +21,16 @@ _Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Sources:
+    """A run, its DeepSpeed JSON and its model, from which facts are read."""
+
     run: RunConfig
     json: _Json
     model: ModelDimensions | None
 
 
 class Fact(Generic[T]):
-    """One fact. `key`: where a user sets it, with a leading ``ds:`` in the DeepSpeed JSON.
-    `default`: its value where `read` returns None."""
+    """One fact. `key`: the key with which a user sets it; keys of the DeepSpeed JSON begin with
+    ``ds:``. `default`: its value if `read` returns None."""
 
     def __init__(
         self, default: T, key: str = "", read: Callable[[_Sources], T | None] = lambda _: None
@@ -94,16 +96,16 @@ def _model(name: str) -> Fact[int | None]:
 def _needs_reference(sources: _Sources) -> bool:
     try:
         return sources.run.objective.kind.needs_reference
-    except ConfigError:  # of a class that cannot be imported: `UserObjective.import_problems`
+    except ConfigError:  # the user's class cannot be imported, which `import_problems` reports
         return False
 
 
 def _pipeline_settings(json: _Json) -> tuple[str, ...]:
-    """Return the keys of the JSON's pipeline block that differ from bigtrain's values."""
-    block, free = json.get("pipeline"), ("pipe_partitioned", "grad_partitioned")
+    """Return the keys of the JSON's pipeline block other than `legal_keys` with the value false."""
+    block, legal_keys = json.get("pipeline"), ("pipe_partitioned", "grad_partitioned")
     if not isinstance(block, Mapping):
         return ()
-    return tuple(key for key, value in block.items() if key not in free or value is not False)
+    return tuple(key for key, value in block.items() if key not in legal_keys or value is not False)
 
 
 def _quantizes(json: _Json) -> bool:
@@ -241,21 +243,20 @@ class Facts(_Values):
 
     @property
     def num_replicas(self) -> int:
-        """Ranks of data x sequence; 0 where the degrees do not divide the world, which is
-        refused."""
+        """Ranks of data x sequence; 0 if the degrees do not divide the world."""
         return replicas_in_world(self, self.world_size)
 
     @property
     def divides_layers(self) -> bool:
-        """Whether a compiled layer has parts that no graph can contain: the exchanges of sequence
-        and expert parallelism, the division of MLPs into tiles, copies to host memory, attention
-        to documents, whose lengths change."""
+        """Whether a compiled layer has parts that no graph can contain: exchanges of sequence and
+        expert parallelism, MLPs in tiles, copies to host memory, attention within documents of
+        varying lengths."""
         exchanges = self.sequence_size > 1 or self.expert_size > 1
         return exchanges or self.tiled_mlp != "off" or self.activation_offload or self.isolates
 
     @property
     def gathers_inside_layers(self) -> bool:
-        """Whether ZeRO 3 keeps DeepSpeed's own hooks on every module, which gather it."""
+        """Whether ZeRO 3 keeps DeepSpeed's hooks on every module, which gather its parameters."""
         return self.zero_stage == 3 and (
             self.quantized_weights or self.partition_size > 1 or self.offload_param == "nvme"
         )
@@ -265,8 +266,9 @@ class Facts(_Values):
         """Setting of the run that makes bigtrain, not DeepSpeed, provide the optimizer."""
         if self.optimizer != "adamw":
             return f"optimizer.type = {self.optimizer}"
-        is_own = self.state_dtype != "float32"
-        return f"optimizer.state_dtype = {self.state_dtype}" if is_own else None
+        if self.state_dtype != "float32":
+            return f"optimizer.state_dtype = {self.state_dtype}"
+        return None
 
 
 FACTS: Mapping[str, Fact[Any]] = {
@@ -278,4 +280,6 @@ def read_facts(run: RunConfig, json: _Json, model: ModelDimensions | None) -> Fa
     """Return the facts of a run, its DeepSpeed JSON and its model; `model` is None if unknown."""
     sources = _Sources(run, json, model)
     values = {name: fact.read(sources) for name, fact in FACTS.items()}
-    return Facts(**{k: FACTS[k].default if v is None else v for k, v in values.items()})
+    return Facts(
+        **{name: FACTS[name].default if value is None else value for name, value in values.items()}
+    )
