@@ -52,13 +52,13 @@ def given_loss(loss: object, world_size: int) -> Iterator[tuple[str, ...]]:
         yield (f"objective.type={objective_type}",)
 
 
-def _objective_class(given: Any, function: Callable[[Any], Any]) -> type:
+def _objective_class(given_object: Any, function: Callable[[Any], Any]) -> type:
     """Return a class for ``objective.type`` whose loss is `function`, with unit and reference of
-    `given`."""
+    `given_object`."""
 
     class GivenLoss:
-        unit = getattr(given, "unit", "tokens")
-        reference = bool(getattr(given, "reference", False))
+        unit = getattr(given_object, "unit", "tokens")
+        reference = bool(getattr(given_object, "reference", False))
 
         def loss(self, batch: Any) -> Any:
             return function(batch)

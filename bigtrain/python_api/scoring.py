@@ -115,8 +115,8 @@ def summary(scores: Sequence[Scores]) -> list[str]:
             # exp(-mean log-probability of a target).
             perplexity = math.exp(-float(dataset.sums(split).sum()) / max(1, num_targets))
             # A document without targets has no perplexity (NaN).
-            known = document_perplexities[~np.isnan(document_perplexities)]
-            low, median, high = np.quantile(known, (0.1, 0.5, 0.9)) if len(known) else (0.0,) * 3
+            values = document_perplexities[~np.isnan(document_perplexities)]
+            low, median, high = np.quantile(values, (0.1, 0.5, 0.9)) if len(values) else (0.0,) * 3
             lines.append(
                 f"{dataset.request.data.name} {split}: {len(document_perplexities):,} documents, "
                 f"{num_targets:,} targets, perplexity {perplexity:.6g}; of documents: 10% up to "

@@ -155,7 +155,13 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Prob
             if override.startswith("=") and number and "=" not in words[number - 1]:
                 continue  # `key =value`: the problem of the word `key` names both
             following = words[number + 1] if number + 1 < len(words) else ""
-            fix = _override_fix(override, following)
+            fix = "write section.key=value"
+            if following.startswith("=") and "=" not in override:
+                fix = f"write {override}{following}, without spaces"
+            elif override.endswith((".yaml", ".yml")):
+                fix = f"--config {override}"
+            elif override.endswith(".json"):
+                fix = f"--deepspeed_config {override}"
             problems.append(Problem(override, None, "is not an override", fix))
             continue
         try:
@@ -173,17 +179,6 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Prob
             node = child
         node[keys[-1]] = value
     return problems
-
-
-def _override_fix(word: str, following: str) -> str:
-    """Return the fix for a word that is not an override. following: the next word; or empty."""
-    if following.startswith("=") and "=" not in word:
-        return f"write {word}{following}, without spaces"
-    if word.endswith((".yaml", ".yml")):
-        return f"--config {word}"
-    if word.endswith(".json"):
-        return f"--deepspeed_config {word}"
-    return "write section.key=value"
 
 
 def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -10,6 +10,7 @@ from bigtrain.settings.conversion.axolotl_rows import set_rows
 from bigtrain.settings.conversion.common import (
     KeyDefault,
     set_adam,
+    set_attention,
     set_batch,
     set_dtype,
     set_engine,
@@ -95,12 +96,7 @@ def _set_model(draft: Draft) -> None:
         ("flex_attention", "flex_attention"),
     ):
         attention = implementation if draft.value(key) is True else attention
-    if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
-        draft.set("model.attention", attention)
-    elif attention is not None:
-        draft.notes.append(
-            f"attn_implementation = {attention!r}: model.attention=auto, the same result"
-        )
+    set_attention(draft, attention)
     if draft.value("torch_compile"):
         draft.set("model.compile", "on")
     # FSDP shards what ZeRO 3 shards.
@@ -108,49 +104,53 @@ def _set_model(draft: Draft) -> None:
         set_engine(draft, "deepspeed")
     elif draft.value("fsdp") or draft.value("fsdp_config"):
         draft.set("engine.deepspeed_config", "zero3")
-    # Adapters: Axolotl has defaults for neither rank nor modules.
+    _set_adapters(draft)
+
+
+def _set_adapters(draft: Draft) -> None:
+    """Set the adapters. Axolotl has defaults for neither rank nor modules, so their keys must be in
+    the file."""
     adapter = draft.value("adapter")
-    if adapter in ("lora", "qlora"):
-        targets = draft.value("lora_target_modules", [])
-        if draft.value("lora_target_linear") or targets == "all-linear":
-            targets = "all-linear"
-        if isinstance(targets, str) and targets != "all-linear":
-            rule = "is a regular expression, and adapters.targets are shell patterns"
-            draft.refuse("lora_target_modules", rule, "a list of names of modules in the file")
-            targets = "all-linear"
-        for key in ("lora_r", "lora_alpha"):
-            if draft.number(key) is None:
-                draft.refuse(key, "is missing, and Axolotl has no default", f"{key}: N in the file")
-        rank, alpha = draft.number("lora_r", 8), draft.number("lora_alpha", 16)
-        set_adapters(
-            draft,
-            rank=rank,
-            alpha=alpha,
-            targets=targets or "all-linear",
-            dropout=draft.number("lora_dropout", 0.0),
-        )
-        # Options of adapters that change the mathematics.
-        if draft.value("loraplus_lr_ratio") and draft.number("weight_decay", 0.0):
-            draft.set("optimizer.weight_decay", 0.0)
-            draft.notes.append("weight_decay: Axolotl's optimizer of LoRA+ does not decay")
-        initial = draft.value("peft_init_lora_weights", True)
-        if initial == "pissa":
-            draft.set("adapters.init", "pissa")
-        elif initial is not True:
-            draft.refuse("peft_init_lora_weights", "is not implemented: true, pissa")
-        if not targets:
-            draft.refuse(
-                "lora_target_modules", "is missing", "lora_target_linear: true in the file"
-            )
-        if draft.value("load_in_4bit"):
-            draft.set("adapters.double_quantization", True)
-        if draft.value("lora_target_parameters"):
-            draft.set("adapters.target_parameters", draft.value("lora_target_parameters"))
-        for key, name in (("peft_use_rslora", "rslora"), ("peft_use_dora", "dora")):
-            if draft.value(key):
-                draft.set(f"adapters.{name}", True)
-    elif adapter is not None:
+    if adapter is None:
+        return
+    if adapter not in ("lora", "qlora"):
         draft.refuse("adapter", "is not a kind of adapter of bigtrain: lora, qlora")
+        return
+    targets = draft.value("lora_target_modules", [])
+    if draft.value("lora_target_linear") or targets == "all-linear":
+        targets = "all-linear"
+    if isinstance(targets, str) and targets != "all-linear":
+        rule = "is a regular expression, and adapters.targets are shell patterns"
+        draft.refuse("lora_target_modules", rule, "a list of names of modules in the file")
+        targets = "all-linear"
+    for key in ("lora_r", "lora_alpha"):
+        if draft.number(key) is None:
+            draft.refuse(key, "is missing, and Axolotl has no default", f"{key}: N in the file")
+    set_adapters(
+        draft,
+        rank=draft.number("lora_r", 8),
+        alpha=draft.number("lora_alpha", 16),
+        targets=targets or "all-linear",
+        dropout=draft.number("lora_dropout", 0.0),
+    )
+    # Options of adapters that change the mathematics.
+    if draft.value("loraplus_lr_ratio") and draft.number("weight_decay", 0.0):
+        draft.set("optimizer.weight_decay", 0.0)
+        draft.notes.append("weight_decay: Axolotl's optimizer of LoRA+ does not decay")
+    initial_values = draft.value("peft_init_lora_weights", True)
+    if initial_values == "pissa":
+        draft.set("adapters.init", "pissa")
+    elif initial_values is not True:
+        draft.refuse("peft_init_lora_weights", "is not implemented: true, pissa")
+    if not targets:
+        draft.refuse("lora_target_modules", "is missing", "lora_target_linear: true in the file")
+    if draft.value("load_in_4bit"):
+        draft.set("adapters.double_quantization", True)
+    if draft.value("lora_target_parameters"):
+        draft.set("adapters.target_parameters", draft.value("lora_target_parameters"))
+    for key, name in (("peft_use_rslora", "rslora"), ("peft_use_dora", "dora")):
+        if draft.value(key):
+            draft.set(f"adapters.{name}", True)
 
 
 def _set_log(draft: Draft) -> None:

@@ -106,10 +106,10 @@ def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any
     # Settings of the section schedule, by the name of HF Trainer. Options that a schedule reads are
     # removed from `options`: one that remains has no counterpart.
     options = {option: options[option] for option in options if option in SCHEDULE_OPTIONS}
-    to_zero = {"min_lr_ratio": 0.0}
+    zero_floor = {"min_lr_ratio": 0.0}
     schedules: dict[str, dict[str, Any]] = {
-        "linear": {"type": "linear", **to_zero},
-        "cosine": {"type": "cosine", **to_zero},
+        "linear": {"type": "linear", **zero_floor},
+        "cosine": {"type": "cosine", **zero_floor},
         "constant": {"type": "constant"},
         "constant_with_warmup": {"type": "constant"},
     }
@@ -119,7 +119,7 @@ def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any
         ratio = float(options.pop("min_lr")) / (draft.run["optimizer"]["lr"] or 1.0)
         schedules[name] = {"type": "cosine", "min_lr_ratio": ratio}
     if name == "cosine_with_restarts":
-        schedules[name] = {"type": "cosine", **to_zero, "cycles": options.pop("num_cycles", 1)}
+        schedules[name] = {"type": "cosine", **zero_floor, "cycles": options.pop("num_cycles", 1)}
     if name == "cosine" and options.get("num_cycles") == 0.5:
         options.pop("num_cycles")  # the default: half a wave
     if name not in schedules or options:
@@ -189,6 +189,16 @@ def set_dtype(draft: Draft, *, default: str) -> None:
         is_float32 = draft.value("bf16") is False or draft.value("fp16") is False
         dtype = "float32" if is_float32 else default
     draft.set("precision.dtype", dtype)
+
+
+def set_attention(draft: Draft, attention: object) -> None:
+    """Set the attention from transformers' name of the implementation; note an unknown name."""
+    if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
+        draft.set("model.attention", attention)
+    elif attention is not None:
+        draft.notes.append(
+            f"attn_implementation = {attention!r}: model.attention=auto, the same result"
+        )
 
 
 def set_noise(draft: Draft, *keys: str) -> None:

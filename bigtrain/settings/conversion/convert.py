@@ -158,8 +158,16 @@ def convert(
     source.fill(draft, task)
     apply_overrides(draft.run, overrides)
     if draft.problems:
-        arguments = _Arguments(files, world_size, trainer_name, task, overrides, more_words)
-        raise ConfigError([*draft.problems, *_whole_command(draft, arguments)], label)
+        option_words = []
+        for option, value in (
+            ("--world-size", world_size),
+            ("--from", trainer_name),
+            ("--task", task),
+        ):
+            if value is not None:
+                option_words += [option, str(value)]
+        command = _whole_command(draft, files, overrides, [*option_words, *more_words])
+        raise ConfigError([*draft.problems, *command], label)
     try:
         config = parse_run_config(draft.run)
         if world_size is not None:
@@ -180,23 +188,11 @@ def _has_key(draft: Draft, path: str, table: Table) -> bool:
     return isinstance(keys, Mapping) and (name in keys or name in table)
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """Arguments of `convert`, without the omitted keys."""
-
-    files: Sequence[Path]
-    world_size: int | None
-    trainer_name: str | None
-    task: str | None
-    overrides: Sequence[str]
-    more_words: Sequence[str]
-
-
 class _KeyOfSetting(NamedTuple):
-    """A key of the file that decides a setting. The least is the best one to report."""
+    """A key of the file that decides a setting; is_inexact: also further settings."""
 
     is_unset: bool
-    is_of_section: bool
+    is_inexact: bool
     key: str
 
 
@@ -217,8 +213,9 @@ def _by_keys_of_file(problems: Sequence[Problem], draft: Draft, table: Table) ->
         if not candidates or setting in draft.given_settings:
             problem_of_key[setting] = problem
             continue
-        # Of equal candidates, the first in the table.
-        key = min(candidates, key=lambda candidate: candidate[:2]).key
+        # Prefer a key with a value, then an exact key; of equal ones the first in the table.
+        best = min(candidates, key=lambda candidate: (candidate.is_unset, candidate.is_inexact))
+        key = best.key
         row_path = table[key].path or setting
         fix = f"{key}: VALUE in the file, or {row_path}=VALUE after the file"
         if draft.value(key) is None:
@@ -231,10 +228,12 @@ def _by_keys_of_file(problems: Sequence[Problem], draft: Draft, table: Table) ->
     return list(problem_of_key.values())
 
 
-def _whole_command(draft: Draft, arguments: _Arguments) -> list[Problem]:
+def _whole_command(
+    draft: Draft, files: Sequence[Path], overrides: Sequence[str], option_words: Sequence[str]
+) -> list[Problem]:
     """Return one problem whose fix names all options that the problems suggest: the complete
     command if the options solve every problem, else the options. Empty for a single key to omit,
-    whose own problem names the option."""
+    whose own problem names the option. option_words: options that the user gave."""
     omitted = [
         p.key
         for p in draft.problems
@@ -248,19 +247,12 @@ def _whole_command(draft: Draft, arguments: _Arguments) -> list[Problem]:
     rule = "a run without them is another one" if omitted else "the value is yours to choose"
     if len(draft.problems) > len(omitted) + len(settings):
         return [Problem("all of these", None, rule, shlex.join([*settings, *options]))]
-    first, *further_files = map(str, arguments.files)
+    first, *further_files = map(str, files)
     # Settings come before the options: an option of several words would take them, too.
-    words = ["bigtrain", "convert", first, *arguments.overrides, *settings]
+    words = ["bigtrain", "convert", first, *overrides, *settings]
     if further_files:
         words += ["--also", *further_files]
-    for option, value in (
-        ("--world-size", arguments.world_size),
-        ("--from", arguments.trainer_name),
-        ("--task", arguments.task),
-    ):
-        if value is not None:
-            words += [option, str(value)]
-    command = shlex.join([*words, *arguments.more_words, *options])
+    command = shlex.join([*words, *option_words, *options])
     return [Problem("the command", None, rule, command)]
 
 

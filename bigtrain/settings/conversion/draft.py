@@ -151,7 +151,9 @@ class Draft:
                 self.notes.append(f"{key} = {value!r}: omitted, as --omit asks")
             elif name not in table:
                 if not is_unset(value):
-                    absent_rows = {known: row for known, row in table.items() if known not in keys}
+                    absent_rows = {
+                        row_key: row for row_key, row in table.items() if row_key not in keys
+                    }
                     self._refuse_unknown(prefix, str(name), absent_rows)
             else:
                 self._apply_row(key, self._without_omitted(key, value), table[name])

@@ -35,14 +35,14 @@ class KeyRow:
     def describe(self) -> str:
         """Return the cell of the row in the table of docs/reference/convert.md."""
         values = ", ".join(f"{name} is {value}" for name, value in self.values.items())
-        by_kind = {
+        text_by_kind = {
             "sets": f"`{self.path}`" + (f" ({values})" if values else ""),
             "read": self.text,
             "note": f"no counterpart: {self.text}",
             "only": f"only {' or '.join(map(str, self.allowed))}: {self.text}",
             "refused": f"refused: {self.text}",
         }
-        return by_kind[self.kind]
+        return text_by_kind[self.kind]
 
 
 Table = Mapping[str, KeyRow]

@@ -16,6 +16,7 @@ from bigtrain.settings.conversion.common import (
     KeyDefault,
     model_name,
     set_adam,
+    set_attention,
     set_batch,
     set_data,
     set_dtype,
@@ -116,13 +117,7 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
     # How layers are computed.
     if draft.value("gradient_checkpointing", defaults.get("gradient_checkpointing")):
         draft.set("model.gradient_checkpointing", "full")
-    attention = draft.value("attn_implementation")
-    if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
-        draft.set("model.attention", attention)
-    elif attention is not None:
-        draft.notes.append(
-            f"attn_implementation = {attention!r}: model.attention=auto, the same result"
-        )
+    set_attention(draft, draft.value("attn_implementation"))
     if draft.value("torch_compile"):
         draft.set("model.compile", "on")
     if draft.value("model_revision", "main") != "main":
