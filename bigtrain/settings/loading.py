@@ -124,20 +124,20 @@ def parse_yaml(text: str, source: str) -> Any:
         remedy = "correct the value" if "\n" not in text else "correct the line"
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None)
-        if mark is None or reason is None:
-            position, rule = "", one_line(error, None)
-        else:
+        position, rule = "", one_line(error, None)
+        if mark is not None and reason is not None:
             # The mark of an unexpected end is after the last line.
             lines = text.splitlines() or [""]
-            number = min(mark.line, len(lines) - 1)  # from 0
+            index = min(mark.line, len(lines) - 1)
+            line = lines[index].strip()
+            ellipsis = "..." if len(line) > _SHOWN_COLUMNS else ""
             context = getattr(error, "context", None)
-            position = f" line {number + 1}, column {mark.column + 1}"
             rule = f"{context}: {reason}" if context else str(reason)
-            odd_spaces = [name for space, name in _ODD_SPACES.items() if space in lines[number]]
+            rule = f"{rule}: {line[:_SHOWN_COLUMNS]!r}{ellipsis}"
+            position = f" line {index + 1}, column {mark.column + 1}"
+            odd_spaces = [name for space, name in _ODD_SPACES.items() if space in lines[index]]
             if odd_spaces:
                 remedy = f"write spaces instead of {' and '.join(odd_spaces)}"
-            line = lines[number].strip()
-            rule = f"{rule}: {line[:_SHOWN_COLUMNS]!r}{'...' * (len(line) > _SHOWN_COLUMNS)}"
         raise ConfigError(
             Problem(f"YAML of {source}{position}", None, rule, remedy), source
         ) from error
@@ -198,7 +198,7 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
         )
     # A file of another trainer gets one problem, not a problem of every key. It may have up to one
     # key that is also a section's name, and a seed.
-    sections = sorted(tree.keys() & RunConfig.model_fields.keys() - {"seed"})
+    sections = sorted((tree.keys() & RunConfig.model_fields.keys()) - {"seed"})
     if len(sections) <= 1 and len(tree) - len(sections) > 2:
         section_name = sections[0] if sections else "none"
         rule = f"is no run: of its {len(tree)} keys, {section_name} is a section"
@@ -259,9 +259,8 @@ def _problem_of_error(detail: Any) -> Problem:
         if section is None and isinstance(part, str):
             break
         location.append(str(part))
-        if section is not None and isinstance(part, str):
-            field = section.model_fields.get(part)
-            section = section_of(field.annotation) if field else None
+        if isinstance(part, str):
+            section = _inner_section(section, part)
     key = ".".join(location) or "run"
 
     # Unknown and missing keys.
@@ -284,14 +283,21 @@ def _problem_of_error(detail: Any) -> Problem:
     if rule.startswith("Input should be '"):
         choices = re.findall(r"'([^']*)'", rule)
         name = str(value).lower()
-        close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+        # Another way to write a choice, else a similar choice.
         nearest = word_for_switch(value, choices) or _ALSO_KNOWN_AS.get(name)
         if nearest not in choices:
+            close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
             nearest = close[0] if close else None
         remedy = f"did you mean {nearest}?" if nearest else "write one of these"
     for pydantic_rule, yaml_rule in _RULES_IN_YAML_WORDS:
         rule = re.sub(pydantic_rule, yaml_rule, rule)
     return Problem(key, value, rule[:1].lower() + rule[1:], remedy)
+
+
+def _inner_section(section: type[Section] | None, name: str) -> type[Section] | None:
+    """Return the section that the field `name` of `section` holds; None for any other field."""
+    field = section.model_fields.get(name) if section else None
+    return section_of(field.annotation) if field else None
 
 
 _RULES_IN_YAML_WORDS = (
@@ -310,8 +316,7 @@ def _settings_to_write(key: str) -> list[str]:
     else its first setting; for a key that is not a section, the key itself."""
     section: type[Section] | None = RunConfig
     for name in key.split("."):
-        field = section.model_fields.get(name) if section else None
-        section = section_of(field.annotation) if field else None
+        section = _inner_section(section, name)
     if section is None:
         return [key]
     required = [name for name, field in section.model_fields.items() if field.is_required()]
@@ -369,8 +374,7 @@ def _fields_at(location: Sequence[str]) -> list[str]:
     section: type[Section] | None = RunConfig
     for name in location:
         if not name.isdigit():
-            field = section.model_fields.get(name) if section else None
-            section = section_of(field.annotation) if field else None
+            section = _inner_section(section, name)
     return sorted(section.model_fields) if section else []
 
 

@@ -220,22 +220,19 @@ def render(
     if problems or plan is None:
         return None, problems
 
-    rendered = _assemble(config, plan, tree, stage)
-    return (
-        EngineConfig(
-            deepspeed=rendered,
-            zero_stage=stage,
-            offload_optimizer=offload_device(raw, "offload_optimizer"),
-            offload_param=offload_device(raw, "offload_param"),
-            source=source,
-            not_tried=tuple(not_tried(raw, config.precision.dtype)),
-            notes=tuple(
-                f"{source}: {key} {reason}; not passed to DeepSpeed"
-                for key, reason in omitted.items()
-            ),
-        ),
-        [],
+    notes = [
+        f"{source}: {key} {reason}; not passed to DeepSpeed" for key, reason in omitted.items()
+    ]
+    engine = EngineConfig(
+        deepspeed=_assemble(config, plan, tree, stage),
+        zero_stage=stage,
+        offload_optimizer=offload_device(raw, "offload_optimizer"),
+        offload_param=offload_device(raw, "offload_param"),
+        source=source,
+        not_tried=tuple(not_tried(raw, config.precision.dtype)),
+        notes=tuple(notes),
     )
+    return engine, []
 
 
 def zero_stage_of(raw: Mapping[str, Any]) -> int:
@@ -317,12 +314,14 @@ def _assemble(
         # By default, DeepSpeed reduces in the dtype of the parameters.
         rendered.setdefault("communication_data_type", gradient_dtype)
     if data_types:
-        rendered["data_types"] = {k: v for k, v in data_types.items() if v != AUTO}
+        rendered["data_types"] = {
+            name: value for name, value in data_types.items() if value != AUTO
+        }
 
-    # DeepSpeed would refuse torch's AdamW, and bigtrain's optimizers, with offload.
+    # Without this key DeepSpeed would refuse offload of an optimizer that is not its CPU Adam.
     offload = zero.get("offload_optimizer") or {}
-    is_torch = config.optimizer.is_own or optimizer_is_torch(optimizer, tree, zero)
-    if offload.get("device", "none") != "none" and is_torch:
+    is_foreign = config.optimizer.is_own or optimizer_is_torch(optimizer, tree, zero)
+    if offload.get("device", "none") != "none" and is_foreign:
         rendered["zero_force_ds_cpu_optimizer"] = False
     return rendered
 
