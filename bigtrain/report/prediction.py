@@ -30,6 +30,7 @@ def predictions(runs: Sequence[Run]) -> dict[str, Any]:
             for name, seconds in step_seconds.items()
             if name != _WAITING_ENTRY  # a part of other parts, shown next to the stack
         }
+        waiting = step_seconds.get(_WAITING_ENTRY)
         terms = {} if prediction is None else prediction.terms
         memory_terms = {} if prediction is None else prediction.memory_terms
         # Peaks do not add up, so each has a separate bar; the largest is 100% wide.
@@ -40,9 +41,7 @@ def predictions(runs: Sequence[Run]) -> dict[str, Any]:
             "comparison": [] if prediction is None else _comparison(run, prediction),
             "has_steps": bool(step_seconds),
             "steps": _stacked_bars({"measured, mean": measured, "predicted": terms}, "s"),
-            "waiting": _four_digits(step_seconds[_WAITING_ENTRY])
-            if _WAITING_ENTRY in step_seconds
-            else "",
+            "waiting": "" if waiting is None else _four_digits(waiting),
             "phases": [  # label, figure, width of the bar in percent
                 (name.replace("_", " "), _four_digits(gib), f"{100 * gib / largest:.3f}")
                 for name, gib in peak_gib.items()

@@ -10,6 +10,7 @@ from math import gcd, lcm
 from bigtrain.errors import Problem
 from bigtrain.settings.degrees import largest_divisor
 from bigtrain.settings.run_config import BatchSection, RunConfig
+from bigtrain.settings.sections.base import nearest_multiples
 
 _MAX_RANKS_PER_SITE = 1 << 32
 
@@ -108,15 +109,13 @@ def plan_batch(
             key, units_per_sample = "batch.global_tokens", batch.sequence_length
         if units_per_sample > 1:
             rule += f" samples = {samples_per_pass * units_per_sample} tokens"
-        below = samples - samples % samples_per_pass
-        nearest_sizes = [size for size in (below, below + samples_per_pass) if size > 0]
-        nearest = " or ".join(str(size * units_per_sample) for size in nearest_sizes)
-        remedy = f"nearest: {nearest}"
+        batch_size, batch_unit = samples * units_per_sample, samples_per_pass * units_per_sample
+        remedy = f"nearest: {nearest_multiples(batch_size, batch_unit)}"
         # A smaller micro-batch may fit the global batch.
         if samples % num_readers == 0:
             fitting = largest_divisor(samples // num_readers, batch.micro_batch_size)
             remedy += f", or batch.micro_batch_size: {fitting}"
-        return None, [Problem(key, samples * units_per_sample, rule, remedy)]
+        return None, [Problem(key, batch_size, rule, remedy)]
     plan = BatchPlan(
         global_batch_size=samples,
         micro_batch_size=batch.micro_batch_size,
@@ -140,14 +139,13 @@ def _plan_shares(
     share_unit = lcm(*(site_pass // gcd(site_pass, share) for share in shares))
     unit = sum(shares) * share_unit
     if samples % unit:
-        below = samples // unit * unit
         rule = (
             f"is divided among sites in shares of {' : '.join(map(str, shares))}, each a multiple "
             f"of batch.micro_batch_size x data-parallel size = {micro_batch_size} x {data_size}, "
             f"which gives multiples of {unit}"
         )
-        nearest = f"nearest: {below} or {below + unit}" if below else f"nearest: {unit}"
-        return None, [Problem("batch.global_batch_size", samples, rule, nearest)]
+        remedy = f"nearest: {nearest_multiples(samples, unit)}"
+        return None, [Problem("batch.global_batch_size", samples, rule, remedy)]
     samples_per_share = samples // sum(shares)
     plan = BatchPlan(
         global_batch_size=samples,

@@ -144,8 +144,7 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
 
     # Token ids of the run must be in the vocabulary. Its size may be unknown, and with
     # model.vocabulary it grows to the tokenizer of the data.
-    nested = values.get("text_config")
-    text_values: Mapping[str, Any] = nested if isinstance(nested, Mapping) else values
+    text_values = _text_values(values)
     alias = type_entry["aliases"].get("vocab_size", "") if type_entry else ""
     num_rows = text_values.get("vocab_size", text_values.get(alias))
     if type(num_rows) is int and section.vocabulary is None:
@@ -157,6 +156,12 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
     if section.type:  # a class of the user may have a separate plan
         dimensions = replace(dimensions, has_tensor_plan=None)
     return dimensions, problems
+
+
+def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a configuration; `values` if it has no parts."""
+    nested = values.get("text_config")
+    return nested if isinstance(nested, Mapping) else values
 
 
 def written_configuration(section: ModelSection) -> dict[str, Any]:
@@ -245,11 +250,9 @@ def check_layer_drop(
     configuration; label: its name in problems; overrides: the keys of `values` that the run sets.
     Checked keys: `layerdrop`, `decoder_layerdrop` and similar ones, of the language model.
     """
-    nested = values.get("text_config")
-    is_nested = isinstance(nested, Mapping)
-    text_values: Mapping[str, Any] = nested if isinstance(nested, Mapping) else values
+    is_nested = isinstance(values.get("text_config"), Mapping)
     problems = []
-    for name, value in text_values.items():
+    for name, value in _text_values(values).items():
         if not _LAYER_DROP.search(str(name)) or value in (0, None):
             continue
         key = f"{label}.text_config.{name}" if is_nested else f"{label}.{name}"
@@ -388,11 +391,10 @@ def _read_dimensions(
 ) -> tuple[ModelDimensions, list[Problem]]:
     """Return the dimensions of the language model in a configuration (`get_text_config`)."""
     # A multimodal configuration has the language model's keys in text_config, with another type.
-    nested = values.get("text_config")
     text_entry = type_entry
-    if isinstance(nested, Mapping):
-        values, label = nested, f"{label}.text_config"
-        text_entry = key_table()["model_types"].get(nested.get("model_type"))
+    if isinstance(values.get("text_config"), Mapping):
+        values, label = values["text_config"], f"{label}.text_config"
+        text_entry = key_table()["model_types"].get(values.get("model_type"))
     aliases = text_entry["aliases"] if text_entry else {}
     # For a multimodal type the table has the defaults of the language model.
     defaults = type_entry["defaults"] if type_entry else {}

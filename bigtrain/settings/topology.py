@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bigtrain.errors import Problem
 from bigtrain.settings.degrees import AXES, REPLICA_AXES, Axis, Degrees
 from bigtrain.settings.run_config import ParallelSection
+from bigtrain.settings.sections.base import nearest_multiples
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,7 @@ def derive_topology(
     degrees = parallel.degrees
     replica_size = degrees.replica_size
     if world_size % replica_size:
-        below = world_size // replica_size * replica_size
-        nearest = f"{below} or {below + replica_size}" if below else str(replica_size)
+        nearest = nearest_multiples(world_size, replica_size)
         factors = degrees.factors
         rule = (
             f"must be a multiple of parallel.{' x '.join(factors)} = "

@@ -94,6 +94,12 @@ def refuse_two_units(section: str, steps: int | None, epochs: float | None) -> N
         )
 
 
+def nearest_multiples(number: int, unit: int) -> str:
+    """Return the text that names the multiples of `unit` around `number`, without 0."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
 def section_of(annotation: Any) -> type[Section] | None:
     """Return the section that a field of `annotation` holds; None for any other field."""
     candidates = (annotation, *get_args(annotation))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from bigtrain.settings.sections.base import PositiveInt, Section
+from bigtrain.settings.sections.base import PositiveInt, Section, nearest_multiples
 from bigtrain.settings.sections.extensions import SamplesSection
 
 
@@ -211,9 +211,7 @@ class BatchSection(Section):
                 f"{fix}"
             )
         if self.global_tokens is not None and self.global_tokens % self.sequence_length:
-            below = self.global_tokens // self.sequence_length * self.sequence_length
-            above = below + self.sequence_length
-            nearest = f"{below} or {above}" if below else str(above)
+            nearest = nearest_multiples(self.global_tokens, self.sequence_length)
             raise ValueError(
                 f"batch.global_tokens = {self.global_tokens} is not a multiple of "
                 f"batch.sequence_length = {self.sequence_length}; nearest: {nearest}"

@@ -6,7 +6,12 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section
+from bigtrain.settings.sections.base import (
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    nearest_multiples,
+)
 from bigtrain.settings.sections.running import Seconds
 
 ONE_SITE = "not the weights with which the run ended on its sites"
@@ -181,11 +186,9 @@ class SitesSection(Section):
         if steps % fragments:
             divisors = [n for n in range(1, steps + 1) if steps % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - fragments))
-            below = steps // fragments * fragments
-            multiples = f"{below} or {below + fragments}" if below else str(fragments)
             raise ValueError(
                 f"sites.fragments = {fragments} does not divide sites.inner_steps = {steps} -> "
-                f"fragments: {nearest}, or inner_steps: {multiples}"
+                f"fragments: {nearest}, or inner_steps: {nearest_multiples(steps, fragments)}"
             )
         if self.overlap_steps >= self.steps_between:
             raise ValueError(
