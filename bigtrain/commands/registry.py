@@ -68,9 +68,11 @@ class CommandParser(argparse.ArgumentParser):
         self.named_command: argparse.ArgumentParser | None = None  # whose arguments are loaded
 
     def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and argparse's message as one line, with a fix after ``->``."""
         message = with_plain_types(message)
         if message.endswith("required: COMMAND") and self.unread_words:
             message = f"unrecognized arguments: {' '.join(self.unread_words)}"
+        # An unknown command: similar commands, or the launcher's line for "train".
         match = _UNKNOWN_COMMAND.match(message)
         if match is not None:
             name = match[1]
@@ -81,6 +83,7 @@ class CommandParser(argparse.ArgumentParser):
                 remedies.append(f"a launcher starts training: {TRAINING}")
                 remedies.append("bigtrain start --model MODEL --data FILE")
             message = f"unknown command {name} -> {' or '.join(remedies) or 'bigtrain --help'}"
+        # An unknown argument: a similar option, or how the setting that it may mean is written.
         command = self.named_command or self
         if option := similar_option(message, command):
             message = f"{message} -> did you mean {option}?"
@@ -124,7 +127,8 @@ def build_parser(*loaded: str | None, only_runs: bool = False) -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in [name for name in COMMANDS if not only_runs or name in loaded]:
+    names = [name for name in COMMANDS if not only_runs or name in loaded]
+    for name in names:
         summary = COMMANDS[name]
         subparser = subparsers.add_parser(
             name, help=summary, description=summary[:1].upper() + summary[1:], epilog=EXIT_CODES

@@ -139,6 +139,7 @@ class MetricsFile:
         self._reset()
 
     def _reset(self) -> None:
+        """Set the state of a file of which nothing has been read."""
         self.steps = Reducer(POSITIONS, self._max_buckets)
         self.evaluations = Reducer(("step",), self._max_buckets)
         self.outer_steps = Reducer(("step",), self._max_buckets)
@@ -152,7 +153,7 @@ class MetricsFile:
         self._num_lines = 0
         self._identity: tuple[int, int] | None = None
         self._tail = b""
-        self._last_step = self._last_evaluated_step = self._last_outer_at = 0
+        self._last_step = self._last_evaluated_step = self._step_of_last_outer = 0
         self._hours = 0.0
 
     def read(self, final: bool = False) -> bool:
@@ -212,12 +213,12 @@ class MetricsFile:
         evaluations: list[dict[str, Any]] = []
         outer_steps: list[dict[str, Any]] = []
         for number, line in enumerate(lines, self._num_lines + 1):
+            if line is _BLANK:
+                continue
             step = line.get("step") if type(line) is dict else None
             if type(step) is not int or not 0 <= step < _MAX_STEP:
-                if line is not _BLANK:
-                    is_object = isinstance(line, dict)
-                    problem = "has no step" if is_object else "is not a JSON object"
-                    self.unreadable.add(number, "is not JSON" if line is None else problem)
+                problem = "has no step" if isinstance(line, dict) else "is not a JSON object"
+                self.unreadable.add(number, "is not JSON" if line is None else problem)
             elif "event" in line:
                 self.events.add(str(line["event"])[:100], step, line)
             elif "loss" in line:
@@ -236,12 +237,12 @@ class MetricsFile:
                     self.unreadable.add(number, f"repeats the evaluation of step {step:,}")
             elif "outer_step" in line:
                 # A step may have several outer steps, one for each part of the model.
-                if step >= self._last_outer_at:
-                    self._last_outer_at = step
+                if step >= self._step_of_last_outer:
+                    self._step_of_last_outer = step
                     outer_steps.append(line)
                 else:
                     self.unreadable.add(
-                        number, f"is an outer step before step {self._last_outer_at:,}"
+                        number, f"is an outer step before step {self._step_of_last_outer:,}"
                     )
         self._num_lines += len(lines)
         if steps:

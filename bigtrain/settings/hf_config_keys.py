@@ -137,8 +137,8 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
     values = {**configuration, **section.overrides}
     model_type = values.get("model_type")
     type_entry = model_types.get(model_type) if isinstance(model_type, str) else None
-    if label == "model.config":
-        problems += _check_values(configuration, label, model_type, type_entry)
+    if isinstance(section.config, dict):
+        problems += _check_values(section.config, "model.config", model_type, type_entry)
     problems += _check_values(section.overrides, "model.overrides", model_type, type_entry)
     problems += check_layer_drop(values, label, section.overrides)
 

@@ -92,19 +92,20 @@ def set_optimizer(draft: Draft, key: str, default: str) -> None:
     draft.set("optimizer.type", OPTIMIZERS[name])
 
 
-def set_adam(draft: Draft, betas: Sequence[str], eps: str) -> None:
+def set_adam(draft: Draft, beta_keys: Sequence[str], eps_key: str) -> None:
     """Set betas and eps, whose defaults in HF Trainer are 0.9, 0.999 and 1e-8."""
-    draft.set("optimizer.betas", [draft.number(betas[0], 0.9), draft.number(betas[1], 0.999)])
+    betas = [draft.number(beta_keys[0], 0.9), draft.number(beta_keys[1], 0.999)]
+    draft.set("optimizer.betas", betas)
     if draft.run["optimizer"].get("type") != "lion":  # Lion's update has no eps
-        draft.set("optimizer.eps", draft.number(eps, 1e-8))
+        draft.set("optimizer.eps", draft.number(eps_key, 1e-8))
 
 
 def set_schedule(draft: Draft, key: str, default: str, options: Mapping[str, Any]) -> None:
     """Set the schedule from the name of HF Trainer under `key`. options: keywords of the schedule
     (lr_scheduler_kwargs)."""
-    name = draft.value(key, default)
     # Settings of the section schedule, by the name of HF Trainer. Options that a schedule reads are
     # removed from `options`: one that remains has no counterpart.
+    name = draft.value(key, default)
     options = {option: options[option] for option in options if option in SCHEDULE_OPTIONS}
     zero_floor = {"min_lr_ratio": 0.0}
     schedules: dict[str, dict[str, Any]] = {

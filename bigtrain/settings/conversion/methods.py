@@ -45,9 +45,9 @@ _TERMS_OF_PAIRS: Mapping[str, str] = {
 pref_ftx weighs the mean over the answer's tokens, as here (train/dpo/trainer.py, `sft_loss`)."""
 
 
-def set_objective(draft: Draft, method: Method, beta: float, weights: Sequence[str]) -> None:
-    """Set the objective of a method. beta: of the file. weights: keys of the weights of desirable
-    and undesirable answers."""
+def set_objective(draft: Draft, method: Method, beta: float, weight_keys: Sequence[str]) -> None:
+    """Set the objective of a method. beta: of the file. weight_keys: keys of the weights of
+    desirable and of undesirable answers."""
     if method.loss is None:
         for key in _TERMS_OF_PAIRS:
             if draft.value(key):
@@ -63,8 +63,8 @@ def set_objective(draft: Draft, method: Method, beta: float, weights: Sequence[s
     if method.has_beta:
         draft.set("objective.beta", beta)
     if method.has_weights:
-        draft.set("objective.desirable_weight", draft.number(weights[0], 1.0))
-        draft.set("objective.undesirable_weight", draft.number(weights[1], 1.0))
+        draft.set("objective.desirable_weight", draft.number(weight_keys[0], 1.0))
+        draft.set("objective.undesirable_weight", draft.number(weight_keys[1], 1.0))
     if method.loss == "simpo":
         draft.set("objective.gamma", draft.number("simpo_gamma", 0.5))
     if method.is_centered:
