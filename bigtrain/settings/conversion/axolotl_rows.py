@@ -7,7 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigtrain.settings.conversion.common import set_data, set_packing, tokenize_command
+from bigtrain.settings.conversion.common import (
+    held_out_options,
+    set_data,
+    set_packing,
+    shard_directories,
+    tokenize_command,
+)
 from bigtrain.settings.conversion.draft import Draft
 
 _TEMPLATES = {
@@ -79,20 +85,13 @@ def set_rows(draft: Draft) -> None:
         )
     if draft.value("chat_template_jinja"):
         draft.notes.append("chat_template_jinja: write its text into template.jinja")
-    # Options that every dataset gets.
-    held_out = draft.number("val_set_size", 0)
-    options = []
-    if 0 < held_out < 1:
-        options += ["--held-out", str(held_out)]
-    elif held_out >= 1:
-        draft.notes.append(f"val_set_size = {held_out:g} rows: --held-out takes a share of them")
     # One command for each dataset.
+    held_out = held_out_options(draft, "val_set_size")
     key = "pretraining_dataset" if draft.value("pretraining_dataset") else "datasets"
     datasets = draft.value(key, [])
     if not datasets and "data.path" not in draft.given_settings:
         draft.refuse(key, "is missing", f"{key} in the file, or data.path=SHARDS after the file")
-    outputs = [f"shards-{number}/" for number in range(len(datasets))]
-    outputs = ["shards/"] if len(datasets) == 1 else outputs
+    outputs = shard_directories(range(len(datasets)))
     commands = []
     template_options = _template_options(draft, "chat_template", draft.value("chat_template"))
     for number, (entry, output) in enumerate(zip(datasets, outputs, strict=True)):
@@ -104,7 +103,7 @@ def set_rows(draft: Draft) -> None:
         else:
             row_options += template_options
         tokenizer = str(draft.value("base_model", "TOKENIZER"))
-        commands.append(tokenize_command(path, tokenizer, [*row_options, *options], output))
+        commands.append(tokenize_command(path, tokenizer, [*row_options, *held_out], output))
     set_data(draft, commands, outputs)
 
 

@@ -256,6 +256,21 @@ def set_steps(draft: Draft, key: str, section: str) -> None:
         draft.notes.append(f"{key} = {period}: a share of the run has no counterpart -> {path}=N")
 
 
+def held_out_options(draft: Draft, key: str) -> list[str]:
+    """Return the options of `tokenize` for a share of held-out rows; a number of rows is noted."""
+    held_out = draft.number(key, 0)
+    if 0 < held_out < 1:
+        return ["--held-out", str(held_out)]
+    if held_out:
+        draft.notes.append(f"{key} = {held_out:g} rows: --held-out takes a share of them")
+    return []
+
+
+def shard_directories(names: Sequence[object]) -> list[str]:
+    """Return a directory for the shards of each dataset."""
+    return ["shards/"] if len(names) == 1 else [f"shards-{name}/" for name in names]
+
+
 def tokenize_command(source: str, tokenizer: str, options: Sequence[str], output: str) -> str:
     """Return the command that writes the shards of `source` to `output`."""
     words = ["--input", source, "--tokenizer", tokenizer, *options, "--output", output]

@@ -18,10 +18,12 @@ from bigtrain.settings.conversion.accepted_values import (
     Values,
 )
 from bigtrain.settings.conversion.common import (
+    held_out_options,
     model_name,
     read_members,
     set_data,
     set_packing,
+    shard_directories,
     tokenize_command,
 )
 from bigtrain.settings.conversion.draft import Draft
@@ -290,7 +292,7 @@ def _set_rows(draft: Draft, stage: str) -> None:
     # One command for each dataset.
     options = _row_options(draft, stage)
     names = [name.strip() for name in str(draft.value("dataset", "DATA")).split(",")]
-    outputs = ["shards/"] if len(names) == 1 else [f"shards-{name}/" for name in names]
+    outputs = shard_directories(names)
     commands = []
     has_all_sources = True
     for name, output in zip(names, outputs, strict=True):
@@ -324,12 +326,7 @@ def _set_rows(draft: Draft, stage: str) -> None:
 
 def _row_options(draft: Draft, stage: str) -> list[str]:
     """Return the options of `tokenize` that all datasets have."""
-    options = [*METHODS[stage].rows]
-    held_out = draft.number("val_size", 0)
-    if 0 < held_out < 1:
-        options += ["--held-out", str(held_out)]
-    elif held_out:
-        draft.notes.append(f"val_size = {held_out:g} rows: --held-out takes a share of them")
+    options = [*METHODS[stage].rows, *held_out_options(draft, "val_size")]
     if draft.value("mask_history"):
         options += ["--learn", "last"]
     if draft.value("max_samples"):

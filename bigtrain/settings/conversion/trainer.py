@@ -28,6 +28,7 @@ from bigtrain.settings.conversion.common import (
     set_schedule,
     set_steps,
     set_trackers,
+    shard_directories,
     tokenize_command,
 )
 from bigtrain.settings.conversion.draft import Draft
@@ -316,8 +317,7 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
         draft.notes.append("chat_template: write its text into template.jinja")
     tokenizer = model_name(draft)
     sources = _sources(draft)
-    outputs = [f"shards-{number}/" for number in range(len(sources))]
-    outputs = ["shards/"] if len(sources) == 1 else outputs
+    outputs = shard_directories(range(len(sources)))
     commands = [
         tokenize_command(source.name, tokenizer, [*source.options, *options], output)
         for source, output in zip(sources, outputs, strict=True)
