@@ -73,7 +73,8 @@ def run(args: TokenizerArguments) -> int:
 
     from bigtrain.python_api.tokenizing import train_tokenizer
 
-    reading = ReadingOptions(**{f.name: getattr(args, f.name) for f in fields(ReadingOptions)})
+    names = [field.name for field in fields(ReadingOptions)]
+    reading = ReadingOptions(**{name: getattr(args, name) for name in names})
     num_tokens = train_tokenizer(
         **vars(reading), vocab_size=args.vocab_size, output=args.output, say=print
     )

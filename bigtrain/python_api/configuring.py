@@ -65,7 +65,8 @@ def check(
     Raises ConfigError with all problems, CheckpointError if the run's directory has
     another run; with `inputs` also DataError and ModelError.
     """
-    return checked(config, overrides, world_size, deepspeed_config, device, inputs=inputs)[0]
+    resolved, _ = checked(config, overrides, world_size, deepspeed_config, device, inputs=inputs)
+    return resolved
 
 
 def checked(

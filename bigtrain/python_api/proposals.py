@@ -80,7 +80,7 @@ def proposals(
                 break
             fitting = search(request, cluster, engine).fitting
             roomy = (c for c in fitting if not offloads(c) and not c.is_tight(cluster))
-            best = next(roomy, None)
+            best = next(roomy, None)  # the fastest
             if best is not None:
                 fitting_proposals.append(Proposal(" ".join(overrides), meaning, best))
                 break

@@ -87,8 +87,8 @@ def notes_of(run: Run) -> list[str]:
     num_steps = metrics.steps.num_rows
     for name, num_missing in metrics.missing.items():
         # On a CPU the peak FLOPs are unknown, so that the utilization is always null: no gap.
-        has_no_peak = name == "model_flops_utilization" and num_missing == num_steps
-        if num_missing and not has_no_peak:
+        has_gaps = name != "model_flops_utilization" or num_missing < num_steps
+        if num_missing and has_gaps:
             notes.append(
                 f"{name} is null in {num_missing:,} of {num_steps:,} logged steps, drawn as gaps."
             )

@@ -119,8 +119,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.server.page.html(), "text/html; charset=utf-8")
         elif address.path == "/data":
             query = parse_qs(address.query)
-            revision, have = (query.get(name, [""])[0] for name in ("seen", "have"))
-            news = self.server.page.news(int(revision) if revision.isdigit() else 0, have)
+            seen, have = query.get("seen", [""])[0], query.get("have", [""])[0]
+            revision = int(seen) if seen.isdigit() else 0
+            news = self.server.page.news(revision, have)
             self._answer(204 if news is None else 200, news or b"", "application/json")
         else:
             self._answer(404, b"only / and /data exist")

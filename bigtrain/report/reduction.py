@@ -73,8 +73,8 @@ class Reducer:
     def add(self, positions: Mapping[str, Column], series: Mapping[str, Column]) -> None:
         """Append rows. All columns have equal lengths; NaN means "no value"."""
         self._cached = None
-        num_added = len(next(iter(positions.values())))
-        num_pending = len(next(iter(self._pending.values())))
+        num_added = _num_rows(positions)
+        num_pending = _num_rows(self._pending)
         self.num_rows += num_added
 
         # Append the rows to earlier rows that do not fill a bucket. A series may be new, or absent
@@ -134,7 +134,7 @@ class Reducer:
         first = {name: column[since:end] for name, column in self._first.items()}
         last = {name: column[since:end] for name, column in self._last.items()}
         series = {name: buckets.values(since, end) for name, buckets in self._series.items()}
-        num_pending = len(next(iter(self._pending.values())))
+        num_pending = _num_rows(self._pending)
         if num_pending:
             for name, column in self._pending.items():
                 first[name] = np.append(first[name], column[0])
@@ -195,6 +195,11 @@ class _Series:
             self._maximum[begin:end],
             _mean(self._sum[begin:end], self._count[begin:end]),
         )
+
+
+def _num_rows(columns: Mapping[str, Column]) -> int:
+    """Return the length of the columns, which have equal lengths."""
+    return len(next(iter(columns.values())))
 
 
 def _reduce(rows: NDArray[np.float64]) -> _Statistics:

@@ -150,7 +150,8 @@ def location(extension: object) -> str:
         return ""
     linecache.checkcache(file)  # a notebook's cell may have changed
     try:
-        return f"{file}:{inspect.getsourcelines(extension)[1]}"  # type: ignore[arg-type]
+        _, line = inspect.getsourcelines(extension)  # type: ignore[arg-type]
+        return f"{file}:{line}"
     except (OSError, TypeError):
         return file
 

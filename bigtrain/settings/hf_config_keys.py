@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import Problem
+from bigtrain.settings.degrees import largest_divisor
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.hub_cache import cached_hub_file, is_hub_name
 from bigtrain.system.shipped_files import published_configuration
@@ -422,7 +423,7 @@ def _read_dimensions(
     # Query heads share key-value heads in groups of equal size.
     heads, key_heads = dimensions.get("num_attention_heads"), values.get("num_key_value_heads")
     if type(key_heads) is int and heads is not None and (key_heads < 1 or heads % key_heads):
-        nearest = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(key_heads, 1))
+        nearest = largest_divisor(heads, max(key_heads, 1))
         rule = f"num_attention_heads = {heads} must be a multiple of it"
         key = f"{label}.num_key_value_heads"
         problems.append(Problem(key, key_heads, rule, f"nearest: {nearest}"))

@@ -25,7 +25,8 @@ def _divides(size: int, number: int | None) -> bool:
 
 def _nearest_text(size: int, legal: list[int]) -> str:
     """Return the text that names the neighbors of `size` in `legal`, which is sorted."""
-    neighbors = [*[n for n in legal if n < size][-1:], *[n for n in legal if n > size][:1]]
+    smaller, larger = [n for n in legal if n < size], [n for n in legal if n > size]
+    neighbors = [*smaller[-1:], *larger[:1]]
     return f"nearest: {' or '.join(map(str, neighbors))}"
 
 

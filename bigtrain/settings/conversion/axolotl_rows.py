@@ -4,6 +4,7 @@ prompters.py; commit 067b021c8b87a9e5e380b9173c704cf7340e30f5)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -168,7 +169,8 @@ def _row_options(draft: Draft, key: str, entry: Mapping[str, Any], *, is_text: b
         "oasst": ["--format", "alpaca", *_KEY_OPTIONS["oasst"]],
         "sharegpt": ["--format", "sharegpt"],
     }
-    return [*options, *options_by_type.get(str(row_type).split(":")[0].split(".")[0], [])]
+    base_type = re.split(r"[:.]", str(row_type))[0]
+    return [*options, *options_by_type.get(base_type, [])]
 
 
 def _prompt_options(entry: Mapping[str, Any]) -> list[str] | None:
