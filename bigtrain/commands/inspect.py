@@ -49,6 +49,7 @@ def run(args: InspectArguments) -> int:
     from bigtrain.data.shards.mask_display import as_html, for_terminal, legend
     from bigtrain.python_api.shards import documents_of
 
+    # The documents to show; a mask is of document 0 by default.
     inspected = inspect_shards(args.shards)
     mask = args.mask or args.html is not None
     numbers = args.document or ([0] if mask else [])
@@ -61,6 +62,7 @@ def run(args: InspectArguments) -> int:
         mask=mask,
     )
     tree = describe(inspected)
+    # Write them as a page, and print everything as JSON or as text.
     if args.html is not None:
         page = as_html(str(inspected.path), documents)
         try:

@@ -217,8 +217,8 @@ def _read_record(directory: Path, args: StartArguments) -> StartRecord:
     """
     from bigtrain.system.files import why_not_creatable
 
+    # An earlier record, or a new one in an empty directory.
     options = command_words(args)
-
     if (rule := why_not_creatable(directory)) is not None:
         raise ConfigError(Problem("--output", str(directory), rule, "choose another one"))
     try:
@@ -232,6 +232,7 @@ def _read_record(directory: Path, args: StartArguments) -> StartRecord:
         rule = f"its {RECORD} is no record of a start ({one_line(error)})"
         remedy = "another --output; or restore the file, without which the run is not known"
         raise ConfigError(Problem("--output", str(directory), rule, remedy)) from error
+    # Other options are allowed as long as nothing that depends on them was written.
     if record.options == options:
         return record
     rule = f"was started with other options: {shlex.join(record.options)}"

@@ -138,6 +138,7 @@ def run_data(
     run: Run, marks: Sequence[Marks], since: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """Return the curves and marks of a run; `since`: by table, the first bucket to return."""
+    # Curves, by table; then marks and predicted values.
     tables = {}
     for name in TABLES:
         first_bucket, table = (since or {}).get(name, 0), run.metrics.table(name)

@@ -318,6 +318,7 @@ class MetricsFile:
                 yield key, _column(objects, entry)
 
     def _add_evaluations(self, lines: list[dict[str, Any]]) -> None:
+        """Add the curves of evaluations, and find the best one."""
         series = {"held_out_loss": _column(lines, "held_out_loss")}
         if any(BITS in line for line in lines):
             series[BITS] = _column(lines, BITS)
@@ -340,6 +341,7 @@ class MetricsFile:
                 self.best = lowest
 
     def _add_outer_steps(self, lines: list[dict[str, Any]]) -> None:
+        """Add the curves of outer steps, and events for steps whose sites differ."""
         series = {
             name: _column(lines, name)
             for name in OUTER_CURVE_FIELDS

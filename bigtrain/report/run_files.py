@@ -170,6 +170,8 @@ def _read_starts(directory: Path, notes: list[str]) -> list[Start]:
 
 
 def _start(generation: int, values: dict[str, Any]) -> Start:
+    """Return a launch from its recorded values, which may be missing or wrong."""
+
     def integer(name: str) -> int | None:
         value = values.get(name)
         return value if type(value) is int and 0 <= value < 2**53 else None

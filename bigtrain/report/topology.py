@@ -102,6 +102,7 @@ def topology_html(environment: Mapping[str, Any] | None) -> str:
 
 
 def _topology_sentence(layout: RecordedLayout) -> str:
+    """Return the number of ranks, the degrees and the hosts as a sentence."""
     if layout.world_size == 1:
         return "One rank."
     text = f"{layout.world_size:,} ranks = {_degrees_text(layout)}"
@@ -147,7 +148,7 @@ def _drawing(layout: RecordedLayout, title: str, ranks: Sequence[int]) -> dict[s
                 "short": " ".join(f"{axis[0]}{coordinates[axis]}" for axis in layout.axes),
             }
         )
-    max_characters = width // 8
+    max_characters = width // 8  # about 8 pixels each
     return {
         "title": title if len(title) <= max_characters else f"{title[: max_characters - 1]}…",
         "label": f"{title or 'the run'}: ranks {ranks[0]} to {ranks[-1]}",

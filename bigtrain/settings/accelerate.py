@@ -138,6 +138,8 @@ class AccelerateSettings:
     def _differences(
         self, config: RunConfig, plan: BatchPlan | None, json_tree: Mapping[str, Any], source: str
     ) -> list[Problem]:
+        """Return a problem for each answer that differs from the run or from the JSON."""
+        # Answers about values that the run owns, and that are not in the DeepSpeed JSON.
         problems = []
         if self.accumulates_once and plan is not None and plan.accumulation != 1:
             key = f"{SOURCE}: gradient_accumulation_steps"

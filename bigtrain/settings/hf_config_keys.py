@@ -342,6 +342,7 @@ def _check_values(
 
 
 def _json_problems(value: object, key: str) -> Iterator[Problem]:
+    """Yield problems of values, at any depth, that JSON does not have."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _json_problems(item, f"{key}.{name}")

@@ -166,6 +166,7 @@ def _derive_topology(draft: _Draft) -> list[Problem]:
 
 
 def _check_profile(draft: _Draft) -> list[Problem]:
+    """Check that the profiled ranks exist."""
     world_size = draft.world_size
     if world_size == 1:
         rule, remedy = "the only valid rank is 0", "profile.ranks=[0]"

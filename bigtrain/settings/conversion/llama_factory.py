@@ -237,6 +237,7 @@ def _set_objective(draft: Draft, stage: str) -> None:
 
 
 def _set_adapters(draft: Draft) -> None:
+    """Set the adapters of finetuning_type lora, the default; full has none."""
     method = draft.value("finetuning_type", "lora")
     if method == "full":
         return

@@ -119,6 +119,8 @@ def _check_block(
     source: str,
     suggest: Callable[[str], str],
 ) -> Iterator[Problem]:
+    """Yield problems of a block's keys. known_keys: of the block, in the table; parents: names of
+    the block and of those around it."""
     for name, value in block.items():
         path = ".".join((*parents, name))
         key = f"{source}: {path}"
@@ -150,6 +152,8 @@ def _check_value(
     source: str,
     suggest: Callable[[str], str],
 ) -> Iterator[Problem]:
+    """Yield problems of a value: a block, a choice, the type or the bounds. node: entry of the key
+    in the table."""
     key = f"{source}: {'.'.join(path)}"
     if "keys" in node:
         if isinstance(value, dict):

@@ -110,8 +110,10 @@ def owned_values(
 
 
 def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
+    """Return the keys of the batch; none without a plan."""
     if plan is None:
         return []
+    # The global batch in the unit of the setting: samples or tokens.
     batch_key = "batch.global_tokens" if config.batch.global_tokens else "batch.global_batch_size"
     shown_key = batch_key
     shown_size = config.batch.global_tokens or plan.global_batch_size
@@ -140,6 +142,7 @@ def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
 
 
 def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
+    """Return the keys of the optimizer; `raw` has its type, which may be a placeholder."""
     optimizer = config.optimizer
     betas = list(optimizer.betas)
     masters = "precision (masters and optimizer states)"
@@ -190,6 +193,7 @@ def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
 
 
 def _owned_precision(config: RunConfig, stage: int) -> list[Owned]:
+    """Return the keys of dtypes and of loss scaling."""
     precision = config.precision
     dtype, gradients = precision.dtype, precision.gradient_dtype
     masters = "precision (masters and optimizer states)"

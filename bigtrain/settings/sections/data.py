@@ -84,6 +84,7 @@ class DataSection(Section):
                 "exactly one of data.path (one dataset) and data.sources (a mixture) must be set "
                 f"-> {fix}"
             )
+        # All sources have a weight and no epochs, or epochs and no weight.
         num_weights = sum(source.weight is not None for source in self.sources)
         num_epochs = sum(source.epochs is not None for source in self.sources)
         if (num_weights, num_epochs) not in ((len(self.sources), 0), (0, len(self.sources))):

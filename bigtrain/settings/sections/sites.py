@@ -173,7 +173,8 @@ class SitesSection(Section):
                 "server without a certificate -> http://HOST:PORT, or start it yourself: "
                 "`bigtrain outer-server` with --certificate and --key"
             )
-        if self.exchange == "server" and (self.fragments > 1 or self.overlap_steps or self.mixing):
+        has_fragments = self.fragments > 1 or self.overlap_steps or self.mixing
+        if self.exchange == "server" and has_fragments:
             raise ValueError(
                 f"sites.fragments = {self.fragments}, overlap_steps = {self.overlap_steps}, mixing "
                 f"= {self.mixing:g} with sites.exchange = 'server': a server exchanges complete "
