@@ -14,7 +14,7 @@ from unittest import mock
 import yaml
 
 from benchmarks.support.simulated import RANKS_OF_HOST, Cost, Meter, told_by_all, world
-from bigtrain.commands.hostfile import _check as check_hostfile
+from bigtrain.commands.hostfile import _check_hostfile as check_hostfile
 from bigtrain.data.samples.phases import data_hash
 from bigtrain.data.samples.token_stream import split_stream
 from bigtrain.data.shards.dataset import open_dataset

@@ -42,8 +42,8 @@ class CheckArguments:
 
 @contextmanager
 def _no_pydantic_plugins() -> Iterator[None]:
-    """Keep pydantic from looking for plugins in every installed package (a tenth of the time of a
-    check), by a variable of pydantic: plugins observe models in services."""
+    """Keep pydantic from searching every installed package for plugins, which takes a tenth of the
+    time of a check, by pydantic's variable. Plugins are for observing models in services."""
     name = "PYDANTIC_DISABLE_PLUGINS"
     if name in os.environ:
         yield
@@ -68,9 +68,10 @@ def run(args: CheckArguments) -> int:
     device = args.device
     if device is None and args.gpu is not None:
         device = "cuda"
-    size, engine = args.world_size, args.deepspeed_config
+    world_size, deepspeed_config = args.world_size, args.deepspeed_config
+    # Only one setting, for scripts.
     if args.show is not None:
-        resolved = resolve(args.config, args.overrides, size, engine, device=device)
+        resolved = resolve(args.config, args.overrides, world_size, deepspeed_config, device=device)
         if resolved.config.epoch_settings:
             from bigtrain.run.length import with_steps_if_known
 
@@ -79,37 +80,36 @@ def run(args: CheckArguments) -> int:
         return 0
     try:
         resolved, notes = checked(
-            args.config, args.overrides, size, engine, device, inputs=args.inputs
+            args.config, args.overrides, world_size, deepspeed_config, device, inputs=args.inputs
         )
     except CheckpointError:
         # The settings are valid: show them regardless of the run's directory.
-        resolved = resolve(args.config, args.overrides, size, engine, device=device)
+        resolved = resolve(args.config, args.overrides, world_size, deepspeed_config, device=device)
         print(describe(resolved) if args.resolved else "\n".join(equations(resolved)))
         raise
     predicted = notes + prediction(largest_phase(resolved), args.gpu)
-    # As YAML, lines for people are comments.
+    # In YAML the lines are comments.
     if args.resolved:
         print(describe(resolved))
         print(*(f"# {line}" for line in predicted), sep="\n")
         return 0
     unread = unread_files(resolved.config)
-    words = ["--config", args.config, *args.overrides]
-    if engine is not None:
-        words[2:2] = ["--deepspeed_config", engine]
+    json_words = [] if deepspeed_config is None else ["--deepspeed_config", deepspeed_config]
+    words = ["--config", args.config, *json_words, *args.overrides]
     print(*equations(resolved), *predicted, *unread, sep="\n")
     if not args.inputs:
         print("not read: tokens of the data, code of the model (--inputs reads them, in seconds)")
     if (weights := resolved.config.checkpoint.initialize_from) is not None:
         print(f"not read: weights of checkpoint.initialize_from = {weights}")
     verdict = "this run can start where these can be used" if unread else "this run can start"
-    print(f"{verdict}; {next_lines(train_line(words, size))}")
+    print(f"{verdict}; {next_lines(train_line(words, world_size))}")
     return 0
 
 
 def prediction(resolved: ResolvedRun, gpu: str | None) -> list[str]:
     """Return lines on the predicted time and memory. Without `gpu` torch is not imported, and the
     model's costs come from an earlier trace, or from a closed form. Raises LaunchError if the run
-    cannot fit `gpu`, ConfigError if that is unknown."""
+    cannot fit `gpu`, ConfigError for an unknown `gpu`."""
     from bigtrain.planner.run_prediction import refuse_too_large
     from bigtrain.planner.tables.hardware import find_device
     from bigtrain.python_api.planning import predicted_run
@@ -170,5 +170,9 @@ def equations(resolved: ResolvedRun) -> list[str]:
     if not resolved.phases:
         return [resolved.plan.equation()]
     ends = (*resolved.config.batch.ends(), resolved.config.train.total_steps)
-    steps = zip((0, *ends), ends, resolved.phases, strict=False)
-    return [f"steps {a + 1} to {b}: {run.plan.equation()}" for a, b, run in steps if a < b]
+    spans = zip((0, *ends[:-1]), ends, resolved.phases, strict=True)  # steps before, last step, run
+    return [
+        f"steps {before + 1} to {last}: {run.plan.equation()}"
+        for before, last, run in spans
+        if before < last
+    ]

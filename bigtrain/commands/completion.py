@@ -53,12 +53,12 @@ def completion_script(shell: Shell) -> str:
     from bigtrain.settings.loading import recipe_names
 
     parser = build_parser(*COMMANDS)
-    for subparser in _below(parser):
+    for subparser in _command_parsers(parser):
         for action in subparser._actions:
-            if action.dest in _WORDS:
-                function = _function(action.dest)
-                call = {"bash": function, "zsh": function, "fish": f"({function})"}
-                action.complete = call  # type: ignore[attr-defined]
+            if action.dest in _COMPLETED_ARGUMENTS:
+                name = _function_name(action.dest)
+                calls = {"bash": name, "zsh": name, "fish": f"({name})"}
+                action.complete = calls  # type: ignore[attr-defined]
             elif action.type is Path or _PATH_OPTIONS.intersection(action.option_strings):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     words = {
@@ -66,33 +66,35 @@ def completion_script(shell: Shell) -> str:
         "deepspeed_config": sorted(path.stem for path in ds_configs().glob("*.json")),
         "overrides": [f"{name}=" for name in setting_names()],
     }
-    functions = "\n".join(_functions(shell, words))
+    functions = "\n".join(_function_texts(shell, words))
     script: str = shtab.complete(parser, shell, preamble=functions)
     return script + _BASH_WITHOUT_SPACE if shell == "bash" else script
 
 
-def _below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+def _command_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """Yield the parsers of all commands, including nested ones."""
     if isinstance(parser, CommandParser):
         for command in parser.commands.values():
             yield command
-            yield from _below(command)
+            yield from _command_parsers(command)
 
 
 _PATH_OPTIONS = {"--input", "--model", "--tokenizer"}
 """Options with a path or a name of the Hub."""
-_WORDS = ("config", "deepspeed_config", "overrides")
-"""Arguments with known words, by their names in the parser; the first two also accept paths."""
+_COMPLETED_ARGUMENTS = ("config", "deepspeed_config", "overrides")
+"""Arguments whose words are completed, by their names in the parser; all but overrides also accept
+paths."""
 
 
-def _function(name: str) -> str:
+def _function_name(name: str) -> str:
     return f"_bigtrain_words_of_{name}"
 
 
-def _functions(shell: str, words: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield a shell function for each of `words` that completes them."""
-    for name, offered in words.items():
-        function, joined, takes_path = _function(name), " ".join(offered), name != "overrides"
+def _function_texts(shell: str, words: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield, for each argument in `words`, a shell function that completes its words."""
+    for argument, candidates in words.items():
+        function, joined = _function_name(argument), " ".join(candidates)
+        takes_path = argument != "overrides"
         if shell == "bash":
             paths = '\n  compgen -f -- "$1"' if takes_path else ""
             yield f'{function}() {{\n  compgen -W "{joined}" -- "$1"{paths}\n}}'

@@ -64,7 +64,7 @@ def run(args: DoctorArguments) -> int:
     has_failed = any(finding.failed for finding in findings)
     if has_failed:
         return EXIT_USER_ERROR
-    # What the hosts are checked for: the launcher that reaches them.
+    # The next command starts a run by a launcher that reaches these hosts.
     start = "python"
     if args.slurm:
         start = "srun python"

@@ -54,7 +54,7 @@ def run(args: GenerateArguments) -> int:
     if args.served_model is not None:
         raise ModelError("--served-model names a model of a server -> add --compare-with URL")
     # A conversation, in which each line of the user is answered, or one continuation.
-    how: dict[str, Any] = {
+    sampling: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
         "top_p": args.top_p,
@@ -64,23 +64,23 @@ def run(args: GenerateArguments) -> int:
         from bigtrain.python_api.results import open_conversation
 
         messages = [] if args.messages is None else _read_messages(args.messages)
-        talk = open_conversation(args.model, **how)
+        conversation = open_conversation(args.model, **sampling)
         if messages and messages[-1]["role"] == "user" and args.prompt is None:
-            _answer(talk, messages)
+            _answer(conversation, messages)
             return 0
         for line in _user_messages(args.prompt):
             messages.append({"role": "user", "content": line})
-            _answer(talk, messages)
+            _answer(conversation, messages)
         return 0
     if args.prompt is None:
         raise ModelError("--prompt is missing -> text to continue, or --chat")
-    print(generate(args.model, args.prompt, **how))
+    print(generate(args.model, args.prompt, **sampling))
     return 0
 
 
 def _compare(args: GenerateArguments) -> int:
-    """Print how far a server's log-probabilities are from the model's. Raises ModelError if they
-    are of other weights."""
+    """Print the differences of a server's log-probabilities from the model's. Raises ModelError if
+    the server has other weights."""
     from bigtrain.models.served import compare_with_server
 
     if args.chat or args.prompt is None:
@@ -103,8 +103,9 @@ def _compare(args: GenerateArguments) -> int:
     return 0
 
 
-def _answer(talk: Any, messages: list[dict[str, Any]]) -> None:
-    answer = talk.answer(messages, lambda text: print(text, end="", flush=True))
+def _answer(conversation: Any, messages: list[dict[str, Any]]) -> None:
+    """Print the model's answer to `messages` as it is generated, and append it."""
+    answer = conversation.answer(messages, lambda text: print(text, end="", flush=True))
     print(flush=True)
     messages.append({"role": "assistant", "content": answer})
 
@@ -114,9 +115,9 @@ def _user_messages(prompt: str | None) -> Iterator[str]:
     if prompt is not None:
         yield prompt
         return
-    asks = sys.stdin.isatty()
+    is_interactive = sys.stdin.isatty()
     while True:
-        if asks:
+        if is_interactive:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
@@ -126,15 +127,16 @@ def _user_messages(prompt: str | None) -> Iterator[str]:
 
 
 def _read_messages(path: Path) -> list[dict[str, Any]]:
+    """Return the messages in a JSON file. Raises ModelError."""
     try:
         messages = json.loads(read_text(path))
     except TextFileError as error:
         raise ModelError(f"--messages {path}: {error}") from error
     except ValueError as error:
         raise ModelError(f"--messages {path}: cannot be read: {error}") from error
-    right = isinstance(messages, list) and all(
+    is_valid = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     )
-    if not right:
+    if not is_valid:
         raise ModelError(f"--messages {path}: not a JSON list of messages with role and content")
     return list(messages)

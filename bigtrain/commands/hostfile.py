@@ -36,7 +36,7 @@ from bigtrain.system.files import write_new
 from bigtrain.system.next_commands import next_lines
 
 _RESOLVE_SECONDS = 10
-_LOOKUPS_AT_ONCE = 256  # threads that wait
+_LOOKUP_THREADS = 256  # most of them wait for the network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ def run(args: HostfileArguments) -> int:
     """Check, write a hostfile, or write the environment. Raises LaunchError; then nothing is
     written."""
     if args.check is not None:
-        return _check(args.check)
+        return _check_hostfile(args.check)
     if args.environment:
-        return _environment(args.output or Path(NAME), args.include)
+        return _write_environment(args.output or Path(NAME), args.include)
     text = render_hostfile(hosts_of_slurm(os.environ, args.slots))
     if args.output is None:
         print(text, end="")
@@ -74,30 +74,34 @@ def run(args: HostfileArguments) -> int:
     return 0
 
 
-def _check(path: Path) -> int:
-    hosts = read_hostfile(path, _unknown)
-    processes = sum(host.slots for host in hosts)
-    unequal = describe_unequal(hosts)
-    slots = f"{len(hosts)} hosts" if unequal else f"{len(hosts)} hosts x {hosts[0].slots} slots"
-    print(f"{path}: {slots} = {processes} processes")
-    for line in unequal:
+def _check_hostfile(path: Path) -> int:
+    """Print the hosts and processes of a hostfile. Raises LaunchError with all its problems."""
+    hosts = read_hostfile(path, _unresolved_names)
+    num_processes = sum(host.slots for host in hosts)
+    unequal_lines = describe_unequal(hosts)
+    factors = f"{len(hosts)} hosts"
+    if not unequal_lines:
+        factors += f" x {hosts[0].slots} slots"
+    print(f"{path}: {factors} = {num_processes} processes")
+    for line in unequal_lines:
         print(f"  {line}")
     print(next_lines(f"bigtrain doctor --hostfile {shlex.quote(str(path))}"))
     return 0
 
 
-def _unknown(hosts: list[Host]) -> list[str]:
+def _unresolved_names(hosts: list[Host]) -> list[str]:
+    """Return the problems of hosts whose names have no address."""
     rule = "this host name does not resolve here or in ssh's configuration"
-    with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
-        resolved = list(pool.map(_resolves, (host.name for host in hosts)))
+    with ThreadPoolExecutor(_LOOKUP_THREADS) as pool:
+        resolves = list(pool.map(_has_address_by_ssh, (host.name for host in hosts)))
     return [
         f"line {host.line}: {host.name}: {rule} -> fix the name, or remove it"
-        for host, is_known in zip(hosts, resolved, strict=True)
-        if not is_known
+        for host, has_address in zip(hosts, resolves, strict=True)
+        if not has_address
     ]
 
 
-def _resolves(name: str) -> bool:
+def _has_address_by_ssh(name: str) -> bool:
     """Return whether `name`, or its HostName in ssh's configuration, has an address."""
     if _has_address(name):
         return True
@@ -125,8 +129,8 @@ def _has_address(name: str) -> bool:
 def ssh_settings_name_hosts() -> bool:
     """Return whether ssh's configuration may replace host names; if not, `ssh -G` is not needed.
 
-    Looks for HostName and CanonicalizeHostname (man ssh_config) in the configuration of this user
-    and machine, and in the files they include.
+    Searches HostName and CanonicalizeHostname (man ssh_config) in the configurations of the user
+    and the machine, and in files that they include.
     """
     files = [Path.home() / ".ssh/config", Path("/etc/ssh/ssh_config")]
     read_paths: set[Path] = set()
@@ -146,7 +150,8 @@ def ssh_settings_name_hosts() -> bool:
     return False
 
 
-def _environment(path: Path, include: Sequence[str]) -> int:
+def _write_environment(path: Path, include: Sequence[str]) -> int:
+    """Write DeepSpeed's environment file, and print its variables and those that it lacks."""
     selection = select_environment(os.environ, include)
     # DeepSpeed also reads the file in the home directory, before the one in the working directory.
     for candidate in {path.absolute(), Path.home() / NAME}:
@@ -154,10 +159,10 @@ def _environment(path: Path, include: Sequence[str]) -> int:
             print(f"warning: {problem}", file=sys.stderr)
     write_environment(path, selection.variables)
     print(f"{path}: {', '.join(selection.variables) or 'no variables'}")
-    if quoted := [
-        name for name, value in selection.variables.items() if shlex.quote(value) != value
-    ]:
-        print(f"  quoted, which only pdsh removes again: {', '.join(quoted)}")
+    variables = selection.variables.items()
+    quoted_names = [name for name, value in variables if shlex.quote(value) != value]
+    if quoted_names:
+        print(f"  quoted, which only pdsh removes again: {', '.join(quoted_names)}")
     if selection.secrets:
         print("  secrets, not written, since DeepSpeed puts the file into command lines:")
         for name in selection.secrets:

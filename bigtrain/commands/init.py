@@ -62,7 +62,7 @@ def run(args: InitArguments) -> int:
     """Write the YAML and print the next commands. Raises ConfigError, ModelError, OutputError."""
     from bigtrain.python_api.new_run import NewRun, write_new_run
 
-    # Options that answer a question; with any of them no questions are asked.
+    # Options of the new run that are set. Questions are asked only without any.
     option_values = {field.name: getattr(args, field.name) for field in fields(NewRun)}
     answers = {name: value for name, value in option_values.items() if value is not None}
     if args.output.exists() and not args.force:
@@ -70,7 +70,7 @@ def run(args: InitArguments) -> int:
         remedy = "another --output, or --force to replace it"
         raise ConfigError(Problem("--output", str(args.output), rule, remedy))
     if not answers and sys.stdin.isatty():
-        answers = _ask()
+        answers = _ask_questions()
     missing = []
     if not answers.keys() & {"model", "new_model"}:
         missing.append("--model or --new-model")
@@ -80,7 +80,7 @@ def run(args: InitArguments) -> int:
         rule = "is required when stdin is not a terminal"
         raise ConfigError(Problem(" and ".join(missing), None, rule, "bigtrain init --help"))
     new_run = NewRun(**answers)
-    if new_run.names_nothing_here and (close := _similar(new_run.data)):
+    if new_run.names_nothing_here and (close := _similar_path(new_run.data)):
         rule, remedy = "does not exist", f"did you mean {close}?"
         raise ConfigError(Problem("--data", new_run.data, rule, remedy))
     say = partial(print, file=sys.stderr, flush=True)
@@ -91,7 +91,7 @@ def run(args: InitArguments) -> int:
     return 0
 
 
-def _similar(path: str) -> str | None:
+def _similar_path(path: str) -> str | None:
     """Return a file or folder next to the missing `path` with a similar name."""
     parent = Path(path).parent
     if not parent.is_dir():
@@ -101,8 +101,8 @@ def _similar(path: str) -> str | None:
     return str(parent / close[0]) if close else None
 
 
-def _ask() -> dict[str, Any]:
-    """Return the answers of a user at a terminal; an empty one selects the default. Raise
+def _ask_questions() -> dict[str, Any]:
+    """Return a user's answers as arguments of `NewRun`; an empty answer selects the default. Raise
     ConfigError if input ends."""
     from bigtrain.python_api.new_run import DEFAULT_BATCH, DEFAULT_STEPS, NewRun
     from bigtrain.settings.hf_config_keys import missing_model
@@ -112,30 +112,32 @@ def _ask() -> dict[str, Any]:
         print("A run YAML from a few answers; press Enter to accept the default in brackets.")
         answers: dict[str, Any] = {}
         # The model.
-        trained = _yes("Start from trained weights (no: a new model with random weights)?", True)
+        trained = _ask_yes_or_no(
+            "Start from trained weights (no: a new model with random weights)?", True
+        )
         if trained:
-            answers["model"] = _existing(
+            answers["model"] = _ask_existing(
                 "Model (directory or Hugging Face name)",
                 lambda answer: bool(missing_model(ModelSection(path=answer))),
             )
-            answers["adapters"] = _yes("Train LoRA adapters only?", False)
+            answers["adapters"] = _ask_yes_or_no("Train LoRA adapters only?", False)
         else:
             text = "Configuration (directory, Hugging Face name or recipe)"
-            answers["new_model"] = _text(text, "quickstart")
+            answers["new_model"] = _ask_text(text, "quickstart")
         # Data and devices.
         text = "Data (shards, or files, a folder or a Hub dataset to tokenize)"
-        answers["data"] = _existing(text, lambda answer: NewRun(data=answer).names_nothing_here)
-        answers["chat"] = _yes("Are the data conversations?", False)
-        devices = _text(
+        answers["data"] = _ask_existing(text, lambda answer: NewRun(data=answer).names_nothing_here)
+        answers["chat"] = _ask_yes_or_no("Are the data conversations?", False)
+        devices = _ask_text(
             "Devices to plan for, such as 8xH100-80GB or 2xCPU (empty: one, unplanned)", ""
         )
         if devices:
             answers["devices"] = devices
-        answers["steps"] = _count("Optimizer steps", DEFAULT_STEPS)
-        length = _count("Tokens per sample (1024, or the model's positions)", 0)
+        answers["steps"] = _ask_count("Optimizer steps", DEFAULT_STEPS)
+        length = _ask_count("Tokens per sample (1024, or the model's positions)", 0)
         if length:
             answers["sequence_length"] = length
-        answers["global_batch_size"] = _count("Samples per step", DEFAULT_BATCH)
+        answers["global_batch_size"] = _ask_count("Samples per step", DEFAULT_BATCH)
         return answers
     except EOFError:
         print()
@@ -143,20 +145,21 @@ def _ask() -> dict[str, Any]:
         raise ConfigError(Problem("bigtrain init", None, rule, "bigtrain init --help")) from None
 
 
-def _existing(question: str, is_missing: Callable[[str], bool]) -> str:
-    """Ask for a name until it exists or is given twice."""
-    refused = None
+def _ask_existing(question: str, is_missing: Callable[[str], bool]) -> str:
+    """Ask for a name until it exists, or the user repeats the name of a missing file."""
+    previous = None
     while True:
-        answer = _text(question)
-        if answer == refused or not is_missing(answer):
+        answer = _ask_text(question)
+        if answer == previous or not is_missing(answer):
             return answer
-        close = _similar(answer)
+        close = _similar_path(answer)
         hint = f"did you mean {close}?" if close else "enter it again to use it anyway"
         print(f"{answer} does not exist; {hint}")
-        refused = answer
+        previous = answer
 
 
-def _text(question: str, default: str | None = None) -> str:
+def _ask_text(question: str, default: str | None = None) -> str:
+    """Ask for a text; without a default until the answer is not empty."""
     hint = f" [{default}]" if default else ""
     while True:
         answer = input(f"{question}{hint}: ").strip()
@@ -164,7 +167,7 @@ def _text(question: str, default: str | None = None) -> str:
             return answer or str(default)
 
 
-def _yes(question: str, default: bool) -> bool:
+def _ask_yes_or_no(question: str, default: bool) -> bool:
     while True:
         answer = input(f"{question} [{'yes' if default else 'no'}]: ").strip().lower()
         if not answer:
@@ -174,10 +177,10 @@ def _yes(question: str, default: bool) -> bool:
         print("answer yes or no")
 
 
-def _count(question: str, default: int) -> int:
+def _ask_count(question: str, default: int) -> int:
     """Ask for a number; an empty answer selects `default`, which is not shown if 0."""
     while True:
-        answer = _text(question, str(default or ""))
+        answer = _ask_text(question, str(default or ""))
         if not answer:
             return default
         try:

@@ -16,7 +16,7 @@ from bigtrain.system.next_commands import next_lines, shards_line
 if TYPE_CHECKING:
     from bigtrain.data.shards.inspection import Inspected
 
-SHOWN = 20
+MAX_SHOWN = 20
 """Number of shards and inputs in human-readable output; --json has all of them."""
 
 
@@ -49,6 +49,7 @@ def run(args: InspectArguments) -> int:
     from bigtrain.data.shards.mask_display import as_html, for_terminal, legend
     from bigtrain.python_api.shards import documents_of
 
+    # The documents to show; a mask is of document 0 by default.
     inspected = inspect_shards(args.shards)
     mask = args.mask or args.html is not None
     numbers = args.document or ([0] if mask else [])
@@ -61,6 +62,7 @@ def run(args: InspectArguments) -> int:
         mask=mask,
     )
     tree = describe(inspected)
+    # Write them as a page, and print everything as JSON or as text.
     if args.html is not None:
         page = as_html(str(inspected.path), documents)
         try:
@@ -79,15 +81,14 @@ def run(args: InspectArguments) -> int:
         tree["documents"] = documents
         print(json.dumps(tree, ensure_ascii=False))
         return 0
-    print("\n".join(_lines(inspected, tree)))
+    print("\n".join(_description_lines(inspected, tree)))
     if inspected.manifest is not None and not documents:
         print(next_lines(shards_line(inspected.path)))
     for document in documents:
         row = f" ({document['row']})" if "row" in document else ""
         print(
             f"\n--- document {document['index']}{row} of {document['split']} "
-            f"({document['shard']} "
-            f"{document['index_in_shard']}), {document['num_tokens']:,} tokens"
+            f"({document['shard']} {document['index_in_shard']}), {document['num_tokens']:,} tokens"
             + (f", the first {args.max_tokens:,}:" if document["cut"] else ":")
         )
         if "runs" in document:
@@ -99,8 +100,8 @@ def run(args: InspectArguments) -> int:
     return 0
 
 
-def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
-    """Return the description, human-readable."""
+def _description_lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
+    """Return the description as human-readable lines."""
     manifest = inspected.manifest
     if manifest is None:
         lines = [f"{inspected.path}: {tree['token_dtype']} tokens, a shard without a manifest"]
@@ -120,30 +121,36 @@ def _lines(inspected: Inspected, tree: dict[str, Any]) -> list[str]:
         verified = "of blocks of 16 KiB, verified on reading"
         lines.append(f"  checksums: {verified if manifest.has_blocks else NOT_VERIFIED}")
         lines.append(f"  inputs:   {len(manifest.sources):,}")
-        lines += [f"    {source.path}" for source in manifest.sources[:SHOWN]]
-        lines += _more(len(manifest.sources))
+        lines += [f"    {source.path}" for source in manifest.sources[:MAX_SHOWN]]
+        lines += _omission_lines(len(manifest.sources))
     # Splits, each with its first shards.
     for split, part in tree["splits"].items():
         lines.append(f"{split}: {part['documents']:,} documents, {part['tokens']:,} tokens")
-        for shard in part["shards"][:SHOWN]:
-            sequences = shard.get("sequences", shard["documents"])
-            many = f"{sequences:,} sequences, " if sequences != shard["documents"] else ""
+        for shard in part["shards"][:MAX_SHOWN]:
+            num_sequences = shard.get("sequences", shard["documents"])
+            sequences_text = ""
+            if num_sequences != shard["documents"]:
+                sequences_text = f"{num_sequences:,} sequences, "
             lines.append(
-                f"  {shard['name']}  {shard['documents']:,} documents, {many}"
+                f"  {shard['name']}  {shard['documents']:,} documents, {sequences_text}"
                 f"{shard['tokens']:,} tokens, {shard['bytes']:,} bytes"
             )
-        lines += _more(len(part["shards"]))
+        lines += _omission_lines(len(part["shards"]))
         if part["lengths"]:
             lines += _length_lines(part["lengths"], part["documents"], max(1, part["tokens"]))
     return lines
 
 
-def _more(count: int) -> list[str]:
-    return [f"    and {count - SHOWN:,} more (--json lists all)"] if count > SHOWN else []
+def _omission_lines(count: int) -> list[str]:
+    return [f"    and {count - MAX_SHOWN:,} more (--json lists all)"] if count > MAX_SHOWN else []
 
 
 def _length_lines(lengths: dict[str, Any], documents: int, tokens: int) -> list[str]:
-    quantiles = ", ".join(f"{float(f):.0%} {n:,}" for f, n in lengths["quantiles"].items())
+    """Return lines on the lengths of a split's documents: statistics, then a row per bucket."""
+    quantiles = ", ".join(
+        f"{float(fraction):.0%} {num_tokens:,}"
+        for fraction, num_tokens in lengths["quantiles"].items()
+    )
     lines = [
         f"  tokens per document: mean {lengths['mean']:,.1f}, least {lengths['min']:,}, "
         f"{quantiles}, most {lengths['max']:,}"

@@ -84,8 +84,8 @@ class ScriptArguments(LaunchArguments):
     """nodes, or fewest and most (default: 1)"""
 
     def nodes_request(self, setup: tuple[str, ...]) -> dict[str, Any]:
-        """Return the fields of `NodesRequest` but for the nodes. Paths are absolute, names of
-        recipes unchanged: a job may start in another directory."""
+        """Return the fields of `NodesRequest` except the nodes. Paths are absolute, since a job may
+        start in another directory; names of recipes are unchanged."""
 
         def absolute(name_or_path: str) -> str:
             path = Path(name_or_path)
@@ -170,7 +170,7 @@ class TorchrunArguments(ScriptArguments):
         request = TorchrunRequest(
             name=self.name or self.run_name(),
             **self.nodes_request(self.setup),
-            nodes=self.nodes.replace(":", "-"),  # torchrun's own notation
+            nodes=self.nodes.replace(":", "-"),  # torchrun writes N:M
             endpoint=self.rendezvous,
             python=sys.executable,
             file=output.name,
@@ -308,7 +308,7 @@ class KubernetesArguments(LaunchArguments):
         )
 
     def _memory_checkpoint_bytes(self) -> float | None:
-        """Return the bytes that checkpoints in memory take of a node's /dev/shm, as predicted by
+        """Return the bytes of a node's /dev/shm that checkpoints in memory need, as predicted by
         `bigtrain check`; None if they are unknown. Raises ConfigError."""
         from bigtrain.python_api.planning import predicted_run
         from bigtrain.settings.resolve import largest_phase, resolve_run_files

@@ -13,7 +13,7 @@ from bigtrain.system.extras import install_line
 
 
 def seconds(text: str) -> float:
-    """Parse a duration."""
+    """Parse a duration in seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -72,7 +72,7 @@ def run(args: OuterServerArguments) -> int:
     rules = Rules(args.asynchronous, args.window_seconds)
     scheme = "http" if args.certificate is None else "https"
     _say(f"outer server at {scheme}://{args.host}:{args.port}, directory {args.directory}")
-    # Say who can reach it before it serves.
+    # Print which hosts can reach the server before it serves.
     reached_from = exposure(args.host)
     if not reached_from:
         _say("only sites on this machine can reach it -> --host ADDRESS for sites on other hosts")

@@ -39,13 +39,13 @@ def run(args: ParityArguments) -> int:
 
     from bigtrain.parity.run import run_parity
 
-    refused = 0
+    num_refused = 0
     print(f"{'topology':44} {'loss':>9} {'norm':>9} {'weights':>9}  verdict", flush=True)
 
     def report(point: Point, verdict: Verdict | None) -> None:
-        nonlocal refused
+        nonlocal num_refused
         if verdict is None:
-            refused += 1
+            num_refused += 1
             if args.refused:
                 print(f"{point.name:44} refused: {point.refusal}")
             return
@@ -58,10 +58,10 @@ def run(args: ParityArguments) -> int:
             f"{result}"
         )
 
-    # Rows are printed as the topologies end.
+    # `report` prints a row when the comparison of a topology ends.
     passed = run_parity(config, args.world_size, lambda note: print(f"note: {note}"), report)
-    if refused and not args.refused:
-        print(f"{refused} topologies are refused; --refused lists them with the reasons")
+    if num_refused and not args.refused:
+        print(f"{num_refused} topologies are refused; --refused lists them with the reasons")
     print(
         "differences from plain transformers and torch.optim in one process, the worst of "
         "all steps: of the loss in nats, of the gradient norm relative to it, of the weights; for "

@@ -85,7 +85,7 @@ class PlanArguments:
 def run(args: PlanArguments) -> int:
     """Print a plan, or an evaluation. Raises ConfigError, ModelError, OutputError."""
     if args.evaluate is not None:
-        return _evaluate(args.evaluate, args.output)
+        return _print_evaluation(args.evaluate, args.output)
     if args.calibrate:
         return _calibrate(args.output)
     missing = [name for name in ("config", "gpus") if getattr(args, name) is None]
@@ -94,15 +94,15 @@ def run(args: PlanArguments) -> int:
         raise ConfigError(
             Problem(names, None, "is required for a plan", "or --evaluate ROWS.csv, or --calibrate")
         )
-    with _uncollected():
-        return _plan(args)
+    with _without_garbage_collection():
+        return _print_plan(args)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable Python's cyclic garbage collection during the plan and at exit: imports and layouts
-    create many objects and few cycles, and the search for cycles is an eighth of a plan's time, and
-    again as much at exit with torch."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable Python's cyclic garbage collection during the plan and at exit. Imports and layouts
+    create many objects and few cycles: the search for cycles takes an eighth of a plan's time, and
+    as long again at exit with torch."""
     was_enabled = gc.isenabled()
     gc.disable()
     # Frozen objects are not searched at exit; registered once, however many plans there are.
@@ -115,7 +115,8 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _evaluate(path: Path, output: Path | None) -> int:
+def _print_evaluation(path: Path, output: Path | None) -> int:
+    """Predict the measurements in `path`, write them to `output`, and print the errors."""
     from bigtrain.planner.published.evaluation import (
         error_table,
         predict,
@@ -133,13 +134,14 @@ def _evaluate(path: Path, output: Path | None) -> int:
         with _writing(output):
             write_rows(output, rows, predictions)
     print(error_table(summarize(rows, predictions)))
-    refused = [(row, p.refused) for row, p in zip(rows, predictions, strict=True) if p.refused]
-    for row, reason in refused[:5]:
+    refusals = [(row, p.refused) for row, p in zip(rows, predictions, strict=True) if p.refused]
+    for row, reason in refusals[:5]:
         print(f"refused: {row['source']}, {row['model']}: {reason}")
     return 0
 
 
 def _calibrate(output: Path | None) -> int:
+    """Measure this machine, write the measurements to `output`, and print how to use them."""
     from bigtrain.engine.calibrate_device import calibrate
     from bigtrain.engine.calibrate_engine import measure_engine
     from bigtrain.planner.tables.engines import keep_calibration, write_calibration
@@ -151,9 +153,12 @@ def _calibrate(output: Path | None) -> int:
     device = calibrate(print)
     engine = measure_engine() if device.is_cpu else None
     if engine is not None:
-        per = ", ".join(f"ZeRO {zero}: {costs.step * 1e9:.2g} + {costs.step_exchange * 1e9:.2g}"
-                        for zero, costs in engine.zero.items())  # fmt: skip
-        print(f"DeepSpeed, ns of a step per parameter byte, on 1 rank + with a second rank: {per}")
+        costs_text = ", ".join(
+            f"ZeRO {stage}: {costs.step * 1e9:.2g} + {costs.step_exchange * 1e9:.2g}"
+            for stage, costs in engine.zero.items()
+        )
+        rank_text = "ns of a step per parameter byte, on 1 rank + with a second rank"
+        print(f"DeepSpeed, {rank_text}: {costs_text}")
     with _writing(output):
         write_calibration(device, engine, output)
     if device.is_cpu:
@@ -165,7 +170,7 @@ def _calibrate(output: Path | None) -> int:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Raise OutputError where the file of --output cannot be written."""
+    """Raise OutputError if writing the file of --output fails in this context."""
     try:
         yield
     except OSError as error:
@@ -192,7 +197,8 @@ def ranked_layouts(args: PlanArguments) -> Plan:
     )
 
 
-def _plan(args: PlanArguments) -> int:
+def _print_plan(args: PlanArguments) -> int:
+    """Print the layouts as a table or as JSON, write the chosen one, and print the next command."""
     plan = ranked_layouts(args)
     if args.json:
         tree = {
@@ -213,7 +219,8 @@ def _plan(args: PlanArguments) -> int:
 
             length = plan.config.batch.sequence_length
             line = f"longest sample that fits: {length} tokens"
-            num_positions = inspect_configuration(plan.config.model)[0].num_positions
+            dimensions, _ = inspect_configuration(plan.config.model)
+            num_positions = dimensions.num_positions
             if num_positions is not None and num_positions < length:
                 line += (
                     f"; the model has {num_positions} positions: model.overrides extends them "
@@ -221,15 +228,14 @@ def _plan(args: PlanArguments) -> int:
                 )
             print(line)
         batch, num_devices = plan.config.batch, plan.cluster.num_devices
+        phases_note = ""
+        if batch.phases:
+            phases_note = "; batch.phases are not planned: bigtrain check predicts the largest"
         print(
             f"{parameter_count(plan.model.num_parameters)} parameters on {num_devices} x "
             f"{plan.cluster.device.name}, {batch.samples_per_step} samples of "
             f"{batch.sequence_length} tokens a step: {len(plan.fitting)} layouts fit, "
-            f"{plan.num_others} do not"
-            + (
-                "; batch.phases are not planned: bigtrain check predicts the largest"
-                * bool(batch.phases)
-            )
+            f"{plan.num_others} do not{phases_note}"
         )
         if plan.remark:
             print(f"the model's costs are {plan.remark}")
@@ -238,10 +244,8 @@ def _plan(args: PlanArguments) -> int:
         path = plan.write(args.write, args.choose)
         if args.choose is None:
             print(f"line {plan.default_choice} of the table:")
-        cluster = plan.cluster
-        start = train_line(
-            ["--config", str(path)], cluster.num_devices, cluster.device.devices_per_node
-        )
+        ranks_per_node = plan.cluster.device.devices_per_node
+        start = train_line(["--config", str(path)], plan.cluster.num_devices, ranks_per_node)
         print(f"wrote {path} and {path.with_name('deepspeed.json')}; {next_lines(start)}")
     elif not args.json:
         words = command_words(args, write="plans/mine")

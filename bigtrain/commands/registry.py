@@ -58,8 +58,8 @@ SETTINGS = "[section.key=value ...]"
 class CommandParser(argparse.ArgumentParser):
     """Parser that also accepts overrides between options, like train.py."""
 
-    _intermixing = False
-    takes_settings = False  # whether the named command does
+    _is_intermixing = False  # while argparse parses options and overrides by a call of itself
+    takes_settings = False  # whether the named command has overrides
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,9 +68,11 @@ class CommandParser(argparse.ArgumentParser):
         self.named_command: argparse.ArgumentParser | None = None  # whose arguments are loaded
 
     def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and argparse's message as one line, with a fix after ``->``."""
         message = with_plain_types(message)
         if message.endswith("required: COMMAND") and self.unread_words:
             message = f"unrecognized arguments: {' '.join(self.unread_words)}"
+        # An unknown command: similar commands, or the launcher's line for "train".
         match = _UNKNOWN_COMMAND.match(message)
         if match is not None:
             name = match[1]
@@ -81,6 +83,7 @@ class CommandParser(argparse.ArgumentParser):
                 remedies.append(f"a launcher starts training: {TRAINING}")
                 remedies.append("bigtrain start --model MODEL --data FILE")
             message = f"unknown command {name} -> {' or '.join(remedies) or 'bigtrain --help'}"
+        # An unknown argument: a similar option, or how the setting that it may mean is written.
         command = self.named_command or self
         if option := similar_option(message, command):
             message = f"{message} -> did you mean {option}?"
@@ -94,17 +97,18 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.unread_words = list(sys.argv[1:] if args is None else args)
-        if self._intermixing or self._subparsers is not None:
+        if self._is_intermixing or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
-        self._intermixing = True  # overrides are parsed here
+        self._is_intermixing = True
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
-            self._intermixing = False
+            self._is_intermixing = False
 
 
 def similar_option(message: str, parser: argparse.ArgumentParser) -> str | None:
-    """Return the option of `parser` that an unknown one in an error of argparse may mean."""
+    """Return the option of `parser` that is similar to an unknown option in argparse's `message`;
+    None without any."""
     words = message.partition("unrecognized arguments: ")[2].split()
     options = ["--help", *re.findall(r"--[\w-]+", parser.format_usage())]
     matches = [difflib.get_close_matches(word, options, n=1, cutoff=0.75) for word in words]
@@ -112,9 +116,9 @@ def similar_option(message: str, parser: argparse.ArgumentParser) -> str | None:
 
 
 def build_parser(*loaded: str | None, only_runs: bool = False) -> CommandParser:
-    """Return the parser of all commands; only the arguments of `loaded` ones are loaded.
-    only_runs: the words begin with a loaded command and ask for no help, so that neither other
-    commands nor the texts of help are needed, which take a tenth of `bigtrain check`."""
+    """Return the parser of the commands, with arguments for those that are `loaded`. only_runs: the
+    command line runs a loaded command and asks for no help; other commands and texts of help, which
+    take a tenth of the time of `bigtrain check`, are omitted."""
     parser = CommandParser(
         prog="bigtrain",
         description="Train any Hugging Face causal LM under DeepSpeed. "
@@ -123,7 +127,8 @@ def build_parser(*loaded: str | None, only_runs: bool = False) -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"bigtrain {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in [name for name in COMMANDS if not only_runs or name in loaded]:
+    names = [name for name in COMMANDS if not only_runs or name in loaded]
+    for name in names:
         summary = COMMANDS[name]
         subparser = subparsers.add_parser(
             name, help=summary, description=summary[:1].upper() + summary[1:], epilog=EXIT_CODES
@@ -137,7 +142,8 @@ def build_parser(*loaded: str | None, only_runs: bool = False) -> CommandParser:
 
 
 def _add_arguments(parser: CommandParser, command: str, *, has_help: bool) -> None:
-    """Add the arguments of `command`, or of every launcher that it has."""
+    """Add the arguments of `command`; for a command with `KINDS` (launchers), a subcommand for each
+    kind."""
     module = command_module(command)
     if not hasattr(module, "KINDS"):
         add_arguments(parser, get_type_hints(module.run)["args"], has_help=has_help)
@@ -152,5 +158,5 @@ def _add_arguments(parser: CommandParser, command: str, *, has_help: bool) -> No
 
 
 def command_module(command: str) -> Any:
-    """Return the module of a command: its name, with underscores."""
+    """Return the module of a command, which has its name with underscores."""
     return importlib.import_module(f"bigtrain.commands.{command.replace('-', '_')}")

@@ -45,7 +45,7 @@ def run(args: ScoreArguments) -> int:
     """Score the data and print a summary. Collective under a launcher. Raises BigtrainError."""
     from bigtrain.python_api.scoring import PerplexityFilter, score, summary
 
-    # Perplexity limits and a directory for what they keep go together.
+    # Perplexity limits need a directory for the kept documents (--filter), and the reverse.
     keep = None
     lowest, highest = args.min_perplexity, args.max_perplexity
     if args.filter is not None:

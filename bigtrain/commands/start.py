@@ -72,8 +72,8 @@ class StartArguments:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """Record of a start: its options, the ranks (0: not planned yet), the ranks of a node, whether
-    they are planned for GPUs, and the fraction of the documents that is held out."""
+    """Record of a start. options: its command line. num_ranks: of the planned layout; 0: not
+    planned yet. on_gpus: the layout is for GPUs. held_out: fraction of the documents."""
 
     options: list[str]
     num_ranks: int = 0
@@ -91,8 +91,8 @@ class StartRecord:
 
 
 def run(args: StartArguments) -> int:
-    """Tokenize, write the run YAML, train and export; return the exit code of the run. This command
-    continues it. Raises BigtrainError."""
+    """Tokenize, write the run YAML, train and export; return the exit code of the run, and print
+    how to continue unless it is 0. Raises BigtrainError."""
     directory = args.output or Path("runs") / f"{_stem(args.model)}-{_stem(args.data)}"
     same_command = next_lines(shlex.join(["bigtrain", "start", *command_words(args)]))
     try:
@@ -117,72 +117,73 @@ def run(args: StartArguments) -> int:
 def _start(args: StartArguments, directory: Path) -> int:
     """Tokenize, write the run YAML, train and export; return the exit code of the run. Raises
     BigtrainError."""
-    started = _read_record(directory, args)
-    new_run = _checked_run(args, directory)
+    record = _read_record(directory, args)
+    new_run = _checked_new_run(args, directory)
     missing_folders = [path for path in (directory, *directory.parents) if not path.exists()]
-    started.write(directory)
+    record.write(directory)
 
-    # Shards: of the format that is found, unless they are shards already.
+    # Shards: the data itself, or tokenized in the format of its rows.
     shards = Path(new_run.data) if new_run.is_tokenized else directory / SHARDS
     if not new_run.is_tokenized:
         try:
-            _tokenize(args, shards, started.held_out)
+            _tokenize(args, shards, record.held_out)
         except BigtrainError as error:
             _remove_if_unused(directory, missing_folders)
-            _explain_options(args, error)
+            _add_note_on_options(args, error)
             raise
 
     # The run YAML: written once, and the user's from then on.
     from bigtrain.data.loading.dataset_checks import is_short_held_out
 
     run_yaml = directory / RUN_YAML
-    if started.num_ranks and run_yaml.exists():
+    if record.num_ranks and run_yaml.exists():
         print(f"{run_yaml}: used as it is")
     else:
-        planned = replace(new_run, data=str(shards), devices=_devices(args.devices))
+        planned = replace(new_run, data=str(shards), devices=_named_devices(args.devices))
         try:
-            started = _write_run(started, planned, run_yaml)
+            record = _write_run(record, planned, run_yaml)
         except ConfigError as error:
-            # The fraction that is held out was chosen here, and the user has not asked for it.
+            # Too few held-out documents are no error of the user, who has not asked for any.
             if new_run.is_tokenized or not all(map(is_short_held_out, error.problems)):
                 _remove_if_unused(directory, missing_folders)
                 raise
             print(f"{error.problems[0].rule}; tokenized again without held-out documents")
-            # Renamed first: what is left of an interrupted removal is no dataset.
+            # Renamed first, so that an interrupted removal leaves no directory that looks complete.
             removed = shards.with_name(f".{SHARDS}.removed")
             shutil.rmtree(removed, ignore_errors=True)
             shards.rename(removed)
             shutil.rmtree(removed)
-            started = replace(started, held_out=0.0)
-            started.write(directory)
-            _tokenize(args, shards, started.held_out)
-            started = _write_run(started, planned, run_yaml)
+            record = replace(record, held_out=0.0)
+            record.write(directory)
+            _tokenize(args, shards, record.held_out)
+            record = _write_run(record, planned, run_yaml)
 
-    # A run for other machines is started there.
-    words = ["--config", str(run_yaml)]
-    line = train_line(words, started.num_ranks, started.ranks_per_node)
-    if started.num_ranks > started.ranks_per_node:
+    # A run for other machines is not started here.
+    train_words = ["--config", str(run_yaml)]
+    line = train_line(train_words, record.num_ranks, record.ranks_per_node)
+    if record.num_ranks > record.ranks_per_node:
         print(f"{run_yaml}: a run of several machines is started on them; {next_lines(line)}")
         return 0
-    if started.on_gpus and started.num_ranks > (num_gpus := _num_gpus()):
+    if record.on_gpus and record.num_ranks > (num_gpus := _num_gpus()):
         has_text = f"has {num_gpus or 'no'} GPU{'s' if num_gpus > 1 else ''}"
         print(
-            f"{run_yaml}: a run for {started.num_ranks} GPUs, and this machine {has_text}; start "
+            f"{run_yaml}: a run for {record.num_ranks} GPUs, and this machine {has_text}; start "
             f"it on one that has them; {next_lines(line)}"
         )
         return 0
 
     # The run trains and exports, and ends with the commands that use its model.
-    return _train(words, started, args.devices)
+    return _train(train_words, record, args.devices)
 
 
-def _explain_options(args: StartArguments, error: BigtrainError) -> None:
-    """Append to `error` how options that it names and `start` does not have are used."""
-    options = {f"--{field.name.replace('_', '-')}" for field in fields(args)}
-    # Of the remedies only: a rule names the format of rows as `--format NAME`.
+def _add_note_on_options(args: StartArguments, error: BigtrainError) -> None:
+    """Add a note to `error` on options of `bigtrain tokenize` that its remedies suggest, and that
+    `start` does not have."""
+    start_options = {f"--{field.name.replace('_', '-')}" for field in fields(args)}
+    # Only remedies suggest options: a rule may name the format of rows as `--format NAME`.
     remedies = " ".join(re.findall(r" -> (.*)", str(error)))
-    named_options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", remedies)
-    foreign_options = sorted({*named_options} - options)
+    suggested_options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", remedies)
+    foreign_options = sorted({*suggested_options} - start_options)
     if foreign_options:
         line = shlex.join(["bigtrain", "start", "--model", args.model, "--data", "SHARDS"])
         text = f"{' and '.join(foreign_options)}: of `bigtrain tokenize`; run the command above "
@@ -190,8 +191,9 @@ def _explain_options(args: StartArguments, error: BigtrainError) -> None:
 
 
 def _remove_if_unused(directory: Path, missing_folders: list[Path]) -> None:
-    """Remove the directory of a start that has written nothing but its record, and its parents
-    among `missing_folders`, which the start has made."""
+    """Remove the directory of a start that has written only its record, and the parents that the
+    start has made. missing_folders: `directory` and its parents that were missing, innermost
+    first."""
     if [entry.name for entry in directory.iterdir()] == [RECORD]:
         (directory / RECORD).unlink()
         directory.rmdir()
@@ -201,8 +203,9 @@ def _remove_if_unused(directory: Path, missing_folders: list[Path]) -> None:
 
 
 def _stem(name: str) -> str:
-    """Return the last part of a model's or file's name, without suffixes."""
-    return Path(name.rstrip("/")).name.split(".jsonl")[0].removesuffix(Path(name).suffix) or "data"
+    """Return the last part of a model's or file's name, without suffixes (also .jsonl.gz)."""
+    last_part = Path(name.rstrip("/")).name
+    return last_part.split(".jsonl")[0].removesuffix(Path(name).suffix) or "data"
 
 
 def _read_record(directory: Path, args: StartArguments) -> StartRecord:
@@ -214,12 +217,12 @@ def _read_record(directory: Path, args: StartArguments) -> StartRecord:
     """
     from bigtrain.system.files import why_not_creatable
 
+    # An earlier record, or a new one in an empty directory.
     options = command_words(args)
-
     if (rule := why_not_creatable(directory)) is not None:
         raise ConfigError(Problem("--output", str(directory), rule, "choose another one"))
     try:
-        started = StartRecord(**json.loads((directory / RECORD).read_text(encoding="utf-8")))
+        record = StartRecord(**json.loads((directory / RECORD).read_text(encoding="utf-8")))
     except FileNotFoundError:
         if directory.is_dir() and any(directory.iterdir()):
             rule, remedy = "holds files of something else than a start", "another --output"
@@ -229,18 +232,19 @@ def _read_record(directory: Path, args: StartArguments) -> StartRecord:
         rule = f"its {RECORD} is no record of a start ({one_line(error)})"
         remedy = "another --output; or restore the file, without which the run is not known"
         raise ConfigError(Problem("--output", str(directory), rule, remedy)) from error
-    if started.options == options:
-        return started
-    rule = f"was started with other options: {shlex.join(started.options)}"
+    # Other options are allowed as long as nothing that depends on them was written.
+    if record.options == options:
+        return record
+    rule = f"was started with other options: {shlex.join(record.options)}"
     if (directory / RUN_YAML).exists():
         remedy = f"the same options (settings: edit {directory / RUN_YAML}), or another --output"
         raise ConfigError(Problem("--output", str(directory), rule, remedy))
     parser = argparse.ArgumentParser()
     add_arguments(parser, StartArguments, has_help=False)
-    earlier = read_arguments(parser.parse_args(started.options))
+    earlier = read_arguments(parser.parse_args(record.options))
     data_options = ("model", "data", "chat", "preference", "text")
     if all(getattr(earlier, name) == getattr(args, name) for name in data_options):
-        return StartRecord(options, held_out=started.held_out)
+        return StartRecord(options, held_out=record.held_out)
     if (directory / SHARDS).exists():
         rule = f"{rule}, and its shards are tokens of that data"
         remedy = f"the same model and data, another --output, or delete {directory / SHARDS}"
@@ -248,10 +252,10 @@ def _read_record(directory: Path, args: StartArguments) -> StartRecord:
     return StartRecord(options)
 
 
-def _checked_run(args: StartArguments, directory: Path) -> NewRun:
-    """Return the run to be written, of data that may not be tokenized yet. Raises ConfigError for a
-    model or data that do not exist, for options that the data or the run refuse, and for
-    conversations without a chat template, ModelError for weights that cannot be read."""
+def _checked_new_run(args: StartArguments, directory: Path) -> NewRun:
+    """Return the run to be written, whose data may not be tokenized yet. Raises ConfigError for a
+    missing model or data, for options that the data or the run refuse, and for conversations
+    without a chat template, ModelError for weights that cannot be read."""
     from bigtrain.python_api.new_run import NewRun, check_settings, with_checked_inputs
 
     new_run = NewRun(
@@ -278,8 +282,8 @@ def _checked_run(args: StartArguments, directory: Path) -> NewRun:
         if device:
             find_device(device, "--devices")
         else:
-            _devices(args.devices)
-    # A wrong directory is refused before anything is written.
+            _named_devices(args.devices)
+    # A directory without a usable model is refused before files are written.
     if Path(args.model).is_dir() and not new_run.is_tokenized:
         from bigtrain.data.tokenizers.tokenizer import load_tokenizer
         from bigtrain.settings.hf_config_keys import inspect_configuration
@@ -303,9 +307,10 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _devices(devices: str | None) -> str | None:
-    """Return `devices` with their name: by default the GPUs of this machine; None for one process
-    on its CPU. Raises ConfigError for more GPUs than this machine has."""
+def _named_devices(devices: str | None) -> str | None:
+    """Return `devices` as NxDEVICE, where a number N means devices of this machine; by default all
+    GPUs of this machine. None: one process on its CPU. Raises ConfigError for more GPUs than this
+    machine has."""
     if devices is not None and not devices.isdigit():
         return devices
     num_gpus = _num_gpus()
@@ -339,59 +344,61 @@ def _tokenize(args: StartArguments, shards: Path, held_out: float) -> None:
         held_out=held_out,
         format=row_format,
     )
-    _show(shlex.join(["bigtrain", "tokenize", *command_words(options)]))
+    _print_command(shlex.join(["bigtrain", "tokenize", *command_words(options)]))
     result = build_tokens(options)
     print(summary(shards, result.manifest))
 
 
-def _write_run(started: StartRecord, planned: NewRun, run_yaml: Path) -> StartRecord:
-    """Write the run YAML for the layout that is planned, and the record. Raises BigtrainError."""
+def _write_run(record: StartRecord, planned: NewRun, run_yaml: Path) -> StartRecord:
+    """Write the run YAML of `planned` and the record with its layout; return the record. Raises
+    BigtrainError."""
     from bigtrain.python_api.new_run import write_new_run
 
     written = write_new_run(planned, run_yaml, force=True, say=_to_stderr, command="bigtrain start")
     print(f"wrote {' and '.join(map(str, written.files))}, which you may edit")
-    started = replace(
-        started,
+    record = replace(
+        record,
         num_ranks=written.num_ranks,
         ranks_per_node=written.ranks_per_node,
         on_gpus=written.on_gpus,
     )
-    started.write(run_yaml.parent)
-    return started
+    record.write(run_yaml.parent)
+    return record
 
 
-def _train(words: list[str], started: StartRecord, devices: str | None) -> int:
+def _train(train_words: list[str], record: StartRecord, devices: str | None) -> int:
     """Train on this machine; return the exit code. Ctrl-C and SIGTERM stop the run after a saved
     step."""
     from bigtrain.system.shipped_files import checkout
 
-    program = [str(checkout() / "bigtrain/train.py"), *words]
+    program = [str(checkout() / "bigtrain/train.py"), *train_words]
     interrupt = signal.SIGINT
-    if started.num_ranks > 1:
-        # The agent waits for ranks that save, which DeepSpeed's launcher kills or leaves behind.
+    if record.num_ranks > 1:
+        # DeepSpeed's launcher would kill or leave behind ranks that save; the agent waits for them.
         agent = ["-m", "bigtrain.launchers.agent", "--fork", "bigtrain.forked_rank"]
-        program = [*agent, "--standalone", f"--nproc-per-node={started.num_ranks}", *program]
+        program = [*agent, "--standalone", f"--nproc-per-node={record.num_ranks}", *program]
         interrupt = signal.SIGTERM
     paths = [str(checkout()), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if devices is not None and devices.lower().endswith("cpu"):
         environment.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    _show(shlex.join(["python", *program]))
+    _print_command(shlex.join(["python", *program]))
     # In a new process group, so that a terminal's Ctrl-C reaches the run once, by the handler.
     process = subprocess.Popen([sys.executable, *program], env=environment, process_group=0)
     handlers = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         sent = interrupt if number == signal.SIGINT else signal.SIGTERM
+        # A default argument keeps the `sent` of this iteration.
         handlers[number] = signal.signal(number, lambda *_, sent=sent: process.send_signal(sent))
     try:
         code = process.wait()
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+        for number, earlier_handler in handlers.items():
+            signal.signal(number, earlier_handler)
+    return code if code >= 0 else 128 - code  # as a shell, for a process that a signal ended
 
 
-def _show(command: str) -> None:
+def _print_command(command: str) -> None:
     print(f"\n$ {command}", flush=True)
 
 

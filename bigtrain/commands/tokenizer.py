@@ -43,7 +43,7 @@ def run(args: TokenizerArguments) -> int:
     if args.overrides and args.config is None:
         rule = "is a setting of a run, and --config is missing"
         raise ConfigError(Problem("arguments", args.overrides[0], rule, "--config RUN.yaml"))
-    # --config adds the tokens that a run names, --base adds tokens of the command line; else train.
+    # Add tokens that a run names (--config) or the command line (--base), or train a tokenizer.
     trains = bool(args.inputs) or args.vocab_size is not None
     if args.config is not None:
         if trains or args.base is not None or args.add_token or args.add_special_token:
@@ -54,16 +54,16 @@ def run(args: TokenizerArguments) -> int:
         from bigtrain.settings.loading import load_run_config
 
         config = load_run_config(args.config, args.overrides)
-        base, added = config.base_tokenizer, config.tokenizer
-        if base is None or added is None:
+        base, section = config.base_tokenizer, config.tokenizer
+        if base is None or section is None:
             rule = "its run does not add tokens to a tokenizer"
             remedy = "name them in its section: tokenizer.add_special_tokens, tokenizer.add_tokens"
             raise ConfigError(Problem("--config", args.config, rule, remedy))
-        return _grow(args.output, base, added.add_tokens, added.add_special_tokens)
+        return _add_tokens(args.output, base, section.add_tokens, section.add_special_tokens)
     if args.base is not None:
         if trains:
             raise DataError("--base uses a trained tokenizer -> remove --input and --vocab-size")
-        return _grow(args.output, args.base, args.add_token, args.add_special_token)
+        return _add_tokens(args.output, args.base, args.add_token, args.add_special_token)
     if not args.inputs or args.vocab_size is None:
         raise DataError(
             "training a tokenizer needs --input and --vocab-size -> give both, or --base"
@@ -73,7 +73,8 @@ def run(args: TokenizerArguments) -> int:
 
     from bigtrain.python_api.tokenizing import train_tokenizer
 
-    reading = ReadingOptions(**{f.name: getattr(args, f.name) for f in fields(ReadingOptions)})
+    names = [field.name for field in fields(ReadingOptions)]
+    reading = ReadingOptions(**{name: getattr(args, name) for name in names})
     num_tokens = train_tokenizer(
         **vars(reading), vocab_size=args.vocab_size, output=args.output, say=print
     )
@@ -87,7 +88,7 @@ def run(args: TokenizerArguments) -> int:
     return 0
 
 
-def _grow(output: Path, base: str, plain: Sequence[str], special: Sequence[str]) -> int:
+def _add_tokens(output: Path, base: str, plain: Sequence[str], special: Sequence[str]) -> int:
     """Save the tokenizer `base` with added tokens; print their ids, and what to do next."""
     from bigtrain.python_api.results import add_tokens
 

@@ -58,7 +58,7 @@ def run(args: VerifyArguments) -> int:
     from bigtrain.run.checkpointing import checkpoints
     from bigtrain.run.checkpointing.listing import one_site_note, verify_checkpoints
 
-    # Checkpoints of a run: all are listed, and one that is corrupt decides the exit code.
+    # Checkpoints of a run: all are listed, and a corrupt one makes the exit code 2.
     all_complete, site_note = True, ""
     for step, reason in verify_checkpoints(args.run, args.step):
         status = "corrupt: " + reason if reason else "complete, all checksums match"

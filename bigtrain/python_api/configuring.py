@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 Config = RunConfig | Mapping[str, Any] | str | Path
-"""A run: loaded, as a mapping of sections, or the path of a run YAML or name of a recipe."""
+"""A run: loaded, as a mapping of sections, or as a path of a run YAML or name of a recipe."""
 
 
 def load_config(config: Config, *overrides: str) -> RunConfig:
@@ -65,7 +65,8 @@ def check(
     Raises ConfigError with all problems, CheckpointError if the run's directory has
     another run; with `inputs` also DataError and ModelError.
     """
-    return checked(config, overrides, world_size, deepspeed_config, device, inputs=inputs)[0]
+    resolved, _ = checked(config, overrides, world_size, deepspeed_config, device, inputs=inputs)
+    return resolved
 
 
 def checked(
@@ -87,20 +88,19 @@ def checked(
         missing += [of_teacher(resolved.config, problem) for problem in teacher_problems]
     if missing:
         raise ConfigError(missing, str(config) if isinstance(config, str | Path) else "the run")
-    resolved, notes = _try_inputs(resolved) if inputs else _try_settings(resolved)
+    resolved, notes = _check_inputs(resolved) if inputs else _check_settings(resolved)
     return resolved, [*resolved.engine.notes, *notes]
 
 
-def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
-    """Return the run with its epochs counted as steps, and lines on its automatic choices for its
-    model. Raise the errors that the run itself would raise about its data, its model and a
-    checkpoint that it would resume from."""
+def _check_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
+    """Return the run with epochs counted as steps, and lines on its automatic choices. Raise the
+    errors that the run would raise about data, model and the checkpoint from which it resumes."""
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
     from bigtrain.run.preflight import check_base_weights, check_prompts
     from bigtrain.run.segments import inspect_segments
 
-    # The data and the model of the first phase; phases are counted as steps by themselves.
-    segments, counted = inspect_segments(resolved)
+    # The data and the model of the first phase. A run with phases has no epochs to count.
+    segments, epoch_lines = inspect_segments(resolved)
     inputs = segments[0].inputs
     resolved = resolved if resolved.phases else segments[0].run
     check_base_weights(resolved.config, inputs)
@@ -108,15 +108,18 @@ def _try_inputs(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
     checkpoint = refuse_other_run(resolved.config, inputs.sources, inputs.model_plan.parameters)
     lines = [f"data: {len(inputs.datasets)} opened, model: {inputs.hf_config.model_type}"]
     lines += inputs.model_plan.lines(resolved.plan.accumulation)
-    return resolved, [*lines, *counted, *inputs.notes, *_resumes_from(checkpoint)]
+    return resolved, [*lines, *epoch_lines, *inputs.notes, *_resume_lines(checkpoint)]
 
 
-def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
-    """Return the run, its epochs counted as steps if the data is here, and a line on the checkpoint
-    that it would resume from. Raise ConfigError for a directory that cannot be a run's, for
-    checkpoints in memory that is none here, or a package that is not installed, ModelError for a
-    base without weights that can be read, CheckpointError for a checkpoint of other settings; the
-    data is not compared."""
+def _check_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
+    """Return the run, with its epochs counted as steps if the data is on this machine, and lines on
+    the count and on the checkpoint that the run resumes from.
+
+    Raise ConfigError for a directory with other files, a memory directory that is not in memory, or
+    a missing package; ModelError for a base without readable weights; CheckpointError for a
+    checkpoint of other settings. The data is not compared.
+    """
+    # Imports inside are of modules that only some runs need.
     directory = Path(resolved.config.output.directory)
     problems = list(check_output(directory, is_here=False))
     if resolved.config.checkpoint.memory is not None:
@@ -136,20 +139,21 @@ def _try_settings(resolved: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
         raise ConfigError(problems, "the run's settings")
     if problems := check_manifests(config):
         raise ConfigError(problems, "the run's inputs")
-    counted: tuple[str, ...] = ()
+    epoch_lines: tuple[str, ...] = ()
     if resolved.config.epoch_settings:
         from bigtrain.run.length import with_steps_if_known
 
-        resolved, counted = with_steps_if_known(resolved)
-    is_counted = not resolved.config.epoch_settings
-    if not is_counted or not (directory / "checkpoints").exists():
-        return resolved, [*counted]  # without the import of numpy
+        resolved, epoch_lines = with_steps_if_known(resolved)
+    # Settings can be compared with a checkpoint's once epochs are counted as steps.
+    has_uncounted_epochs = bool(resolved.config.epoch_settings)
+    if has_uncounted_epochs or not (directory / "checkpoints").exists():
+        return resolved, [*epoch_lines]  # without the import of numpy
     from bigtrain.run.checkpointing.changed_settings import refuse_other_run
 
-    return resolved, [*counted, *_resumes_from(refuse_other_run(resolved.config))]
+    return resolved, [*epoch_lines, *_resume_lines(refuse_other_run(resolved.config))]
 
 
-def _resumes_from(checkpoint: Path | None) -> list[str]:
+def _resume_lines(checkpoint: Path | None) -> list[str]:
     return [] if checkpoint is None else [f"resumes from {checkpoint}"]
 
 
@@ -213,8 +217,8 @@ def train_run(
 
     _check_callbacks(callbacks)
     if model is not None:
-        overrides = (*overrides, f"model.type={_name_of(model)}")
-    samples, data_overrides = _samples_of(data)
+        overrides = (*overrides, f"model.type={_import_name(model)}")
+    samples, data_overrides = _samples_and_settings(data)
     overrides = (*overrides, *data_overrides)
     world = read_world(os.environ)
     with given_loss(loss, world.size) as loss_overrides:
@@ -229,7 +233,7 @@ def train_run(
         import torch
 
         with (
-            _as_before(samples),
+            _restoring_stream(samples),
             torch.random.fork_rng(devices=[]),
             StopSignals(interrupts=True) as signals,
         ):
@@ -250,7 +254,7 @@ def train_resolved(
     `signals`: the handlers of this process. `importing`: context for importing large libraries.
     `callbacks`, `samples`: of the calling program.
     """
-    # Imported here, so that an invalid configuration is refused before torch is imported, and
+    # Imports are inside, so that an invalid configuration is refused before torch is imported, and
     # invalid inputs before DeepSpeed, which probes devices and prints on import.
     with importing():
         from bigtrain.engine.startup.device import refuse_for_device
@@ -259,15 +263,15 @@ def train_resolved(
         from bigtrain.run.segments import inspect_segments
 
     refuse_for_device(run.config, world.size)
-    # What libraries log before there is a run directory goes to its log.txt, too.
+    # Keep what libraries log before the run directory exists, for its log.txt.
     library_lines: list[str] = []
     is_shown = run.config.logging.deepspeed == "shown"
     with library_log(library_lines.append, is_shown=is_shown), importing():
         # One rank per host compares the sizes of the shards' files; other ranks read the list.
         level: Level = "sizes" if world.local_rank == 0 else "listed"
-        segments, counted = inspect_segments(run, level, samples)
+        segments, epoch_lines = inspect_segments(run, level, samples)
         first = segments[0]
-        inputs = replace(first.inputs, notes=(*counted, *first.inputs.notes))
+        inputs = replace(first.inputs, notes=(*epoch_lines, *first.inputs.notes))
         segments = (replace(first, inputs=inputs), *segments[1:])
         if world.local_rank == 0:
             parameters = inputs.model_plan.parameters
@@ -279,29 +283,30 @@ def train_resolved(
     return train_inputs(segments, world, signals, lines, callbacks)
 
 
-def _name_of(model: object) -> str:
-    """Return the name by which `model`, an argument of `train_run`, can be imported. Raises
-    ConfigError for what is not a class, and for a class inside a function."""
+def _import_name(model: object) -> str:
+    """Return the name ``module:Class`` by which `model`, an argument of `train_run`, is imported.
+    Raises ConfigError if it is not a class, or a class inside a function."""
     name = getattr(model, "__qualname__", repr(model))
     if not isinstance(model, type):
         rule, remedy = "is not a class", "a PreTrainedModel class; its settings go to model.config"
     elif "<locals>" in name:
-        rule, remedy = (
-            "is defined inside a function",
-            "define it at the top of a module or notebook",
-        )
+        rule = "is defined inside a function"
+        remedy = "define it at the top of a module or notebook"
     else:
         return f"{model.__module__}:{name}"
     raise ConfigError(Problem("model", name, rule, remedy), "the arguments of train_run")
 
 
-def _samples_of(data: object) -> tuple[object, tuple[str, ...]]:
-    """Return the source of samples that `data`, an argument of `train_run`, is, and the settings
-    for it. Raises ConfigError for an object that is not data."""
+def _samples_and_settings(data: object) -> tuple[object, tuple[str, ...]]:
+    """Return `data`, an argument of `train_run`, if it is an object with samples, else None; and
+    the settings of the section ``data`` for it. Raises ConfigError for an object that is not
+    data."""
     if data is None:
         return None, ()
-    path = data if isinstance(data, str | Path) else getattr(data, "path", None)
-    if (isinstance(path, Path) and hasattr(data, "table")) or isinstance(data, str | Path):
+    is_path = isinstance(data, str | Path)
+    path = data if is_path else getattr(data, "path", None)
+    is_token_dataset = isinstance(path, Path) and hasattr(data, "table")
+    if is_path or is_token_dataset:
         return None, (f"data.path={json.dumps(str(path))}", "data.sources=[]")
     if problems := check_samples("data", type(data).__name__, data):
         raise ConfigError(problems, "the arguments of train_run")
@@ -309,22 +314,22 @@ def _samples_of(data: object) -> tuple[object, tuple[str, ...]]:
 
 
 @contextmanager
-def _as_before(samples: object) -> Iterator[None]:
+def _restoring_stream(samples: object) -> Iterator[None]:
     """Restore the state of the calling program's stream, so that the program can train again."""
     if not is_stream(samples):
         yield
         return
     stream: Any = samples
     try:
-        before = json.dumps(stream.state_dict())
-    except Exception:  # which the run reports
-        before = None
+        saved_state = json.dumps(stream.state_dict())
+    except Exception:  # the run reports it
+        saved_state = None
     try:
         yield
     finally:
-        if before is not None:
+        if saved_state is not None:
             with suppress(Exception):
-                stream.load_state_dict(json.loads(before))
+                stream.load_state_dict(json.loads(saved_state))
 
 
 def _check_callbacks(callbacks: Sequence[object]) -> None:

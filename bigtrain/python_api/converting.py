@@ -21,8 +21,8 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Converted:
-    """A written run YAML. trainer: whose file it was. notes: keys without a setting, and
-    differences that remain. next_commands: that make the data, check the run and start it."""
+    """A written run YAML. trainer: name of the file's trainer. notes: lines on keys without a
+    setting, and on differences. next_commands: that make the data, check the run and start it."""
 
     trainer: str
     config: RunConfig
@@ -81,9 +81,9 @@ def convert(
         overrides=overrides,
         more_words=more_words,
     )
-    if world_size is None:
+    if world_size is None:  # otherwise the conversion has resolved the run
         resolve_run(converted.config, 1)
-    # The YAML begins with what was converted, and what was not.
+    # Comments at the head of the YAML name the file, and what was not converted.
     names = ", ".join(str(file) for file in files)
     head = [
         f"From {names}, a file of {converted.trainer}, by bigtrain convert.",
@@ -93,10 +93,10 @@ def convert(
         write_whole(path, commented_yaml(converted.tree, head).encode())
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
-    size, quoted = world_size or 1, shlex.quote(str(path))
+    num_ranks = world_size or 1
     next_commands = [
         *converted.commands,
-        f"bigtrain check --config {quoted} --world-size {size} --inputs",
-        train_line(["--config", str(path)], size),
+        f"bigtrain check --config {shlex.quote(str(path))} --world-size {num_ranks} --inputs",
+        train_line(["--config", str(path)], num_ranks),
     ]
     return Converted(converted.trainer, converted.config, converted.notes, next_commands)

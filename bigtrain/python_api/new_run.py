@@ -44,30 +44,29 @@ if TYPE_CHECKING:
     from bigtrain.python_api.planning import Plan
 
 # Common peak learning rates of AdamW: full fine-tuning, adapters, random weights of small models.
-_LR = {"trained": 2.0e-5, "adapters": 2.0e-4, "random": 3.0e-4}
-# Of DPO, which learns from differences: zephyr's and TRL's recipes (arXiv 2310.16944).
-_PREFERENCE_LR = {"trained": 5.0e-7, "adapters": 5.0e-6, "random": 5.0e-7}
+_LR_BY_WEIGHTS = {"trained": 2.0e-5, "adapters": 2.0e-4, "random": 3.0e-4}
+# Learning rates of DPO, of zephyr's and TRL's recipes (arXiv 2310.16944).
+_PREFERENCE_LR_BY_WEIGHTS = {"trained": 5.0e-7, "adapters": 5.0e-6, "random": 5.0e-7}
 _SEQUENCE_LENGTH = 1024
 DEFAULT_STEPS, DEFAULT_BATCH = 1000, 64
-_LONGEST_LENGTH, _LENGTH_UNIT = 8192, 64
-"""Longest default length of a sample, and the tokens of which defaults are multiples."""
-_WARMUP_FRACTION, _SAVES, _STEPS = 0.03, 10, 10
+_MAX_DEFAULT_LENGTH, _LENGTH_MULTIPLE = 8192, 64
+"""Largest default length of a sample, and the number of which default lengths are multiples."""
+_WARMUP_FRACTION, _NUM_SAVES, _MIN_STEPS_PER_EPOCH = 0.03, 10, 10
 
 
 @dataclass(frozen=True)
 class NewRun:
     """Answers to `bigtrain init`.
 
-    model: directory or Hub name of trained weights to start from; or new_model: configuration for a
-    model with random weights, also the name of a recipe. data: token shards, or untokenized text
-    whose shards will be written to `shards`. chat: the data are conversations; preference: pairs of
-    answers; of shards, their manifest determines it. adapters: train LoRA
-    adapters for the model's weights. devices: such as 8xH100-80GB or 2xCPU; None: not planned, one
-    rank. steps, or epochs: length of the run (default: 1000 steps). sequence_length: default: 1024,
-    or the model's number of positions if smaller; of shards of conversations or pairs, what nearly
-    all need. global_batch_size: default: 64; of shards, at least ten steps an epoch.
-    run_directory: default: runs/NAME of the model, or runs/NAME-2 and so on if that holds other
-    files.
+    model: directory or Hub name of trained weights to start from; or new_model: configuration, or
+    name of a recipe, for a model with random weights. data: token shards, or untokenized text whose
+    shards will be written to `shards`. chat: untokenized data are conversations; preference: pairs
+    of answers; the manifest of shards determines both. adapters: train LoRA adapters for the
+    model's weights. devices: as 8xH100-80GB or 2xCPU; None: one rank, without a plan. steps, or
+    epochs: length of the run (default: 1000 steps). sequence_length: default: 1024, or the model's
+    number of positions if smaller; for shards of conversations or pairs, the tokens that 99% of
+    them need. global_batch_size: default: 64; for shards, so that an epoch has ten steps or more.
+    run_directory: default: runs/NAME of the model, or runs/NAME-2, ... if it has other files.
     """
 
     data: str
@@ -92,7 +91,7 @@ class NewRun:
 
     @property
     def tokenizer(self) -> str:
-        """Tokenizer of a command line: of the model, or a word in its place."""
+        """Tokenizer in a suggested command: the model, or a placeholder for a new model."""
         return self.model or "TOKENIZER"
 
     @property
@@ -103,11 +102,11 @@ class NewRun:
     @property
     def names_nothing_here(self) -> bool:
         """True if `data` is a missing path on this machine."""
-        is_elsewhere = is_address(self.data) or self.data == "-" or "*" in self.data
-        is_hub_name = self.data.count("/") < 2 and not Path(self.data).suffix
-        if is_elsewhere or Path(self.data).exists():
+        is_no_path = is_address(self.data) or self.data == "-" or "*" in self.data
+        if is_no_path or Path(self.data).exists():
             return False
-        return not is_hub_name or self.data.endswith("/")
+        may_be_hub_name = self.data.count("/") < 2 and not Path(self.data).suffix
+        return not may_be_hub_name or self.data.endswith("/")
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,12 @@ def write_new_run(
     """Write a commented run YAML, which `bigtrain check` accepts, to `output`.
 
     With `new_run.devices` it uses the fastest layout that is predicted to fit them; a DeepSpeed
-    JSON for it is written next to it if none of ``ds_configs/`` matches. Replaces nothing without
-    `force`. say: gets a line on what could not be looked at, and on what takes seconds.
-    command: name of the command, for errors. Raises ConfigError, DataError, ModelError,
-    OutputError; then nothing is written.
+    JSON for the layout is written next to the YAML if none of ``ds_configs/`` matches. Replaces no
+    file without `force`. say: gets a line on a model or data that could not be checked, and before
+    work that takes seconds. command: name of the command, for errors. Raises ConfigError,
+    DataError, ModelError, OutputError; then nothing is written.
     """
+    # The sections, and the layout for the devices.
     say = say or (lambda text: None)
     new_run = with_checked_inputs(new_run, say, command)
     sections = _sections(new_run, command)
@@ -146,15 +146,15 @@ def write_new_run(
     if new_run.devices is not None:
         say(f"planning for {new_run.devices}: the model is traced, which takes some seconds once")
         plan = _plan_for(new_run.devices, sections)
-        planned, engine = plan.run_tree()
-        sections = _in_order({**sections, **planned})
-        head += _prediction(plan)
+        planned_sections, engine = plan.run_tree()
+        sections = _in_reference_order({**sections, **planned_sections})
+        head += _prediction_lines(plan)
 
     # The DeepSpeed JSON is written only if none is shipped that equals it.
     files = [output]
     engine_path = output.with_name(f"{output.stem}.deepspeed.json")
     if engine is not None:
-        name = _shipped(engine)
+        name = _shipped_config_name(engine)
         sections["engine"] = {"deepspeed_config": name or str(engine_path)}
         if name is None:
             files.append(engine_path)
@@ -163,7 +163,7 @@ def write_new_run(
         rule, fix = "exists, and may have been edited", "another --output, or --force to replace it"
         raise ConfigError(Problem("--output", existing[0], rule, fix))
 
-    # A run must accept the data, and the files: of a JSON that must be written first, its settings.
+    # Check the data and the YAML. A new DeepSpeed JSON, which the YAML names, is written first.
     if new_run.is_tokenized:
         from bigtrain.data.loading.dataset_checks import check_shards
 
@@ -178,15 +178,15 @@ def write_new_run(
     else:
         check(sections, world_size=world_size)
     _write(output, text)
-    per_node = RANKS_PER_NODE if plan is None else plan.cluster.device.devices_per_node
-    lines = _next_commands(new_run, output, world_size, per_node)
+    ranks_per_node = RANKS_PER_NODE if plan is None else plan.cluster.device.devices_per_node
+    next_commands = tuple(_next_commands(new_run, output, world_size, ranks_per_node))
     on_gpus = plan is not None and not plan.cluster.device.is_cpu
-    return WrittenRun(tuple(files), tuple(lines), world_size, per_node, on_gpus)
+    return WrittenRun(tuple(files), next_commands, world_size, ranks_per_node, on_gpus)
 
 
 def _plan_for(devices: str, sections: Mapping[str, Any]) -> Plan:
-    """Return the plan of the fastest layout of `sections` on `devices`. Raises ConfigError with the
-    keys of this command's options."""
+    """Return the plan of the fastest layout of `sections` on `devices`. Raises ConfigError, with
+    --devices in place of the option --gpus of `bigtrain plan`."""
     from bigtrain.python_api.planning import plan as plan_layouts
 
     try:
@@ -211,13 +211,15 @@ def with_checked_inputs(
     infers_rows: bool = False,
     is_text: bool = False,
 ) -> NewRun:
-    """Return `new_run` with the format of its data, of which the first row is read.
+    """Return `new_run`, checked against the first row of its data, and with `infers_rows` with the
+    options `chat` and `preference` that fit this row.
 
-    infers_rows: whether the format decides without an option. is_text: the data are documents,
-    whatever their first row is. `say` gets a note on a model or data that could not be looked for.
-    Raises ConfigError for a model or data that do not exist or are no data, for options that
-    contradict the data, and for conversations without a chat template.
+    is_text: the data are documents, whatever their first row is. `say` gets a note on a model or
+    data that could not be checked. Raises ConfigError for a missing model, for data that are
+    missing or have no rows, for options that contradict the data, and for conversations without a
+    chat template.
     """
+    # The model exists, here or on the Hub.
     problems: list[Problem] = []
     for option, name in (("--model", new_run.model), ("--new-model", new_run.new_model)):
         is_recipe = name in recipe_names() and not Path(str(name)).exists()
@@ -231,6 +233,7 @@ def with_checked_inputs(
         problems += name_problems
         if note:
             say(f"note: {note}")
+    # The first row has the format that the options name.
     template_option = "--chat" if new_run.chat else "--model"
     row_format = None
     if not new_run.is_tokenized and not new_run.names_nothing_here:
@@ -265,11 +268,10 @@ def with_checked_inputs(
 
 
 def check_settings(new_run: NewRun, command: str) -> None:
-    """Raise ConfigError for options of `command` that the run would refuse, as far as they do not
-    depend on the tokens of the data, and ModelError for weights that it cannot start from, by the
-    headers of their files."""
+    """Raise ConfigError for options of `command` that the run would refuse whatever tokens the data
+    has, and ModelError for weights whose files' headers do not fit the model."""
     if not new_run.is_tokenized:
-        # Nothing is counted: shards in that directory may be of an earlier start with other data.
+        # Existing shards in that directory may be of other data, so no tokens are counted.
         new_run = replace(new_run, epochs=None, shards=str(Path(new_run.shards, "unwritten")))
     run = check(_sections(new_run, command))
     path = run.config.model.path
@@ -283,8 +285,8 @@ def check_settings(new_run: NewRun, command: str) -> None:
 
 
 def _model_section(new_run: NewRun) -> dict[str, Any]:
-    """Return the section ``model``: trained weights, or the configuration of a new model, also by a
-    recipe's name. Raises ConfigError unless exactly one of them is named."""
+    """Return the section ``model``: trained weights, or the configuration of a new model, which a
+    recipe's name may stand for. Raises ConfigError unless exactly one option names a model."""
     if (new_run.model is None) == (new_run.new_model is None):
         rule = "either trained weights or a new model is required"
         raise ConfigError(Problem("--model", new_run.model, rule, "or --new-model, but not both"))
@@ -300,10 +302,10 @@ def _model_section(new_run: NewRun) -> dict[str, Any]:
 
 
 def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
-    """Return the sections of the run YAML. Raises ConfigError for options that contradict each
-    other or the shards."""
+    """Return the sections of the run YAML. Raises ConfigError for options that contradict other
+    options or the shards."""
     model = _model_section(new_run)
-    # Shards determine vocabulary, format of rows and number of samples; text does not yet.
+    # Shards determine vocabulary, format of rows and number of samples; untokenized data does not.
     shards = read_shards(new_run.data) if new_run.is_tokenized else None
     if shards is not None:
         _check_rows(new_run, shards, command)
@@ -311,7 +313,7 @@ def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
             model = _with_vocabulary(model, shards.vocab_size)
     length = new_run.sequence_length or _sequence_length(model, new_run, shards)
     batch_size = new_run.global_batch_size or _batch_size(new_run, length, shards)
-    # The length of the run; a number of steps decides how often it saves and evaluates.
+    # The length of the run. Its steps, also as estimated from epochs, decide how often it saves.
     if new_run.steps is not None and new_run.epochs is not None:
         rule = "is the length of the run, and so is --steps"
         raise ConfigError(Problem("--epochs", new_run.epochs, rule, "one of them"))
@@ -320,15 +322,16 @@ def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
     if new_run.epochs is not None:
         train = {"epochs": new_run.epochs}
         if shards is not None:
-            samples = new_run.epochs * shards.num_samples(length)
-            steps = max(1, round(samples / batch_size))
+            num_samples = new_run.epochs * shards.num_samples(length)
+            steps = max(1, round(num_samples / batch_size))
     # Defaults: the usual learning rate, float32 on a CPU or without `devices`, ten checkpoints.
-    weights_origin = "random" if new_run.model is None else "trained"
-    lr_name = "adapters" if new_run.adapters else weights_origin
+    weights_kind = "random" if new_run.model is None else "trained"
+    if new_run.adapters:
+        weights_kind = "adapters"
     rows = new_run.rows if shards is None else shards.rows
-    rates = _PREFERENCE_LR if rows == PAIRS.name else _LR
+    rates = _PREFERENCE_LR_BY_WEIGHTS if rows == PAIRS.name else _LR_BY_WEIGHTS
     on_cpu = new_run.devices is None or new_run.devices.strip().lower().endswith("cpu")
-    steps_per_save = max(1, steps // _SAVES)
+    steps_per_save = max(1, steps // _NUM_SAVES)
     tree: dict[str, Any] = {
         "model": model,
         "data": {"path": new_run.data if new_run.is_tokenized else new_run.shards},
@@ -338,7 +341,7 @@ def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
             "micro_batch_size": 1,
         },
         "train": train,
-        "optimizer": {"lr": new_run.lr or rates[lr_name]},
+        "optimizer": {"lr": new_run.lr or rates[weights_kind]},
         "schedule": {
             "type": "cosine",
             "warmup_steps": round(steps * _WARMUP_FRACTION),
@@ -357,7 +360,7 @@ def _sections(new_run: NewRun, command: str) -> dict[str, Any]:
         tree["data"]["packing"] = "best_fit"
     if new_run.adapters:
         tree["adapters"] = {"rank": 16, "alpha": 32, "targets": "all-linear"}
-    return _in_order(tree)
+    return _in_reference_order(tree)
 
 
 def _check_rows(new_run: NewRun, shards: ShardFacts, command: str) -> None:
@@ -375,10 +378,10 @@ def _check_rows(new_run: NewRun, shards: ShardFacts, command: str) -> None:
 
 
 def _with_vocabulary(model: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the section `model` of a new model with `vocab_size` tokens, and without ids of
-    another tokenizer: the run takes the ids from the shards."""
-    written = written_configuration(ModelSection.model_validate(model))
-    if not written or written.get("vocab_size") == vocab_size:
+    """Return the section `model` of a new model with `vocab_size` tokens, and without its special
+    tokens' ids: the run takes the ids of the shards' tokenizer."""
+    configuration = written_configuration(ModelSection.model_validate(model))
+    if not configuration or configuration.get("vocab_size") == vocab_size:
         return model
     if isinstance(model["config"], str):
         return {**model, "overrides": {"vocab_size": vocab_size}}
@@ -387,51 +390,53 @@ def _with_vocabulary(model: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def _sequence_length(model: dict[str, Any], new_run: NewRun, shards: ShardFacts | None) -> int:
-    """Return the default length: at most the model's number of positions, if known. Of shards:
-    conversations and pairs are samples, nearly all complete; text has tokens for ten steps."""
+    """Return the default length: at most the model's number of positions, if known. Samples hold
+    99% of the shards' conversations or pairs completely; of text, an epoch has ten steps."""
     dimensions, _ = inspect_configuration(ModelSection.model_validate(model))
-    longest = dimensions.num_positions or _LONGEST_LENGTH
+    max_length = dimensions.num_positions or _MAX_DEFAULT_LENGTH
     if shards is None:
-        return min(_SEQUENCE_LENGTH, longest)
+        return min(_SEQUENCE_LENGTH, max_length)
     if shards.is_chat or shards.rows is not None:
-        rounded = -(-shards.long_document // _LENGTH_UNIT) * _LENGTH_UNIT
-        return min(rounded, _LONGEST_LENGTH, longest)
-    length = min(_SEQUENCE_LENGTH, longest)
+        rounded_up = -(-shards.long_document // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        return min(rounded_up, _MAX_DEFAULT_LENGTH, max_length)
+    length = min(_SEQUENCE_LENGTH, max_length)
     batch_size = new_run.global_batch_size or DEFAULT_BATCH
-    while length > _LENGTH_UNIT and length * batch_size * _STEPS > shards.num_tokens:
+    while (
+        length > _LENGTH_MULTIPLE and length * batch_size * _MIN_STEPS_PER_EPOCH > shards.num_tokens
+    ):
         length //= 2
     return length
 
 
 def _batch_size(new_run: NewRun, length: int, shards: ShardFacts | None) -> int:
-    """Return the default number of samples per step: of shards, half as often as needed for ten
-    steps an epoch; a multiple of the devices."""
+    """Return the default number of samples per step, a multiple of the devices; for shards, halved
+    until an epoch has ten steps."""
     batch_size = DEFAULT_BATCH
     if shards is not None:
-        while batch_size > 1 and shards.num_samples(length) < batch_size * _STEPS:
+        while batch_size > 1 and shards.num_samples(length) < batch_size * _MIN_STEPS_PER_EPOCH:
             batch_size //= 2
-    counted = re.match(r"\s*(\d+)\s*x", new_run.devices or "")
-    num_devices = 1 if counted is None else max(1, int(counted[1]))
+    count_match = re.match(r"\s*(\d+)\s*x", new_run.devices or "")
+    num_devices = 1 if count_match is None else max(1, int(count_match[1]))
     return max(1, batch_size // num_devices) * num_devices
 
 
-def _in_order(tree: dict[str, Any]) -> dict[str, Any]:
+def _in_reference_order(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the sections of `tree` in the order of the reference, without empty ones."""
     return {name: tree[name] for name in RunConfig.model_fields if tree.get(name) not in (None, {})}
 
 
 def _run_directory(new_run: NewRun) -> str:
-    """Return the first of runs/NAME, runs/NAME-2, ... that has no files, except maybe of a run."""
+    """Return the first of runs/NAME, runs/NAME-2, ... without files other than a run's."""
     name = Path(str(new_run.model or new_run.new_model).rstrip("/")).name or "mine"
     names = (f"runs/{name}" if number == 1 else f"runs/{name}-{number}" for number in count(1))
     return next(path for path in names if not check_output(Path(path), is_here=False))
 
 
-def _prediction(plan: Plan) -> list[str]:
+def _prediction_lines(plan: Plan) -> list[str]:
     """Return the plan's prediction, rounded to three significant digits."""
-    line, cluster = plan.default_choice, plan.cluster
-    best = plan.fitting[line - 1]
-    choice = "the first" if line == 1 else f"line {line}, the first that is not tight,"
+    number, cluster = plan.default_choice, plan.cluster  # from 1
+    best = plan.fitting[number - 1]
+    choice = "the first" if number == 1 else f"line {number}, the first that is not tight,"
     rate = float(f"{best.tokens_per_second / cluster.num_devices:.3g}")
     return [
         f"Layout: {choice} of `bigtrain plan` for {cluster.num_devices}x{cluster.device.name}: "
@@ -441,7 +446,7 @@ def _prediction(plan: Plan) -> list[str]:
     ]
 
 
-def _shipped(engine: dict[str, Any]) -> str | None:
+def _shipped_config_name(engine: dict[str, Any]) -> str | None:
     """Return the name in ds_configs/ of a DeepSpeed JSON equal to `engine`."""
     for stage in range(4):
         for offload in ("", "_offload"):
@@ -455,6 +460,7 @@ def _shipped(engine: dict[str, Any]) -> str | None:
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a complete file, also its directory. Raises OutputError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, path.with_name(f".{path.name}.tmp")) as file:
@@ -467,15 +473,15 @@ def _next_commands(
     new_run: NewRun, output: Path, num_ranks: int, ranks_per_node: int
 ) -> Iterator[str]:
     """Yield the next commands, in order."""
-    quoted = shlex.quote(str(output))
+    quoted_yaml = shlex.quote(str(output))
     if not new_run.is_tokenized:
-        names = f"--input {shlex.quote(new_run.data)} --tokenizer {shlex.quote(new_run.tokenizer)}"
-        if new_run.rows is not None:  # rows may be conversations, too
-            names += f" --format {new_run.rows}"
-        yield f"bigtrain tokenize {names} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
-    yield f"bigtrain check --config {quoted} --world-size {num_ranks}"
+        words = f"--input {shlex.quote(new_run.data)} --tokenizer {shlex.quote(new_run.tokenizer)}"
+        if new_run.rows is not None:  # a row of pairs may be a conversation, too
+            words += f" --format {new_run.rows}"
+        yield f"bigtrain tokenize {words} --held-out 0.02 --output {shlex.quote(new_run.shards)}"
+    yield f"bigtrain check --config {quoted_yaml} --world-size {num_ranks}"
     yield train_line(["--config", str(output)], num_ranks, ranks_per_node)
     directory = load_config(output).output.directory
     is_chat = new_run.chat or (new_run.is_tokenized and read_shards(new_run.data).has_template)
-    how = "--chat" if is_chat else "--prompt TEXT"
-    yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} {how}"
+    option = "--chat" if is_chat else "--prompt TEXT"
+    yield f"bigtrain generate --model {shlex.quote(f'{directory}/hf')} {option}"

@@ -28,12 +28,13 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """What token shards determine of a run.
+    """Facts about token shards that determine settings of a run.
 
     vocab_size: token ids are below this. num_tokens, num_documents: of the training documents (a
-    pair is two). num_held_out: documents held out. long_document:
-    tokens that 99% of the training documents do not exceed. rows: of answers or labels; None for
-    documents. is_chat: conversations. has_template: their tokenizer has a chat template.
+    pair is two documents). num_held_out: documents held out. long_document: tokens that 99% of the
+    training documents do not exceed. rows: format of answers or labels; None for documents.
+    is_chat: whether the documents are conversations. has_template: whether the tokenizer has a chat
+    template.
     """
 
     vocab_size: int
@@ -46,7 +47,7 @@ class ShardFacts:
     has_template: bool
 
     def num_samples(self, length: int) -> int:
-        """Return about how many training samples of `length` tokens there are."""
+        """Return an estimate of the number of training samples of `length` tokens."""
         if self.rows is not None:
             return self.num_documents // len(ROWS[self.rows].documents)
         return self.num_tokens // length
@@ -60,23 +61,23 @@ def read_shards(path: str) -> ShardFacts:
     manifest = inspected.manifest
     if manifest is None:
         raise DataError(f"{path} has no manifest.json -> make it with `bigtrain tokenize --output`")
-    lengths = inspected.lengths("train")
+    lengths = inspected.lengths("train")  # None without training documents
     return ShardFacts(
-        manifest.tokenizer.vocab_size,
-        0 if lengths is None else lengths.num_tokens,
-        0 if lengths is None else lengths.num_documents,
-        sum(shard.documents for shard in manifest.splits.get("held_out", ())),
-        1 if lengths is None else lengths.quantile(0.99),
-        manifest.rows,
-        manifest.options.chat and manifest.options.chat_format != "tokens",
-        manifest.tokenizer.chat_template is not None,
+        vocab_size=manifest.tokenizer.vocab_size,
+        num_tokens=0 if lengths is None else lengths.num_tokens,
+        num_documents=0 if lengths is None else lengths.num_documents,
+        num_held_out=sum(shard.documents for shard in manifest.splits.get("held_out", ())),
+        long_document=1 if lengths is None else lengths.quantile(0.99),
+        rows=manifest.rows,
+        is_chat=manifest.options.chat and manifest.options.chat_format != "tokens",
+        has_template=manifest.tokenizer.chat_template is not None,
     )
 
 
 def model_problems(option: str, name: str) -> tuple[list[Problem], str]:
-    """Return the problem of a model that is named by `option` and does not exist, or a note on one
-    that could not be looked for. Asks the Hub for a name that is neither a directory here nor in
-    the Hub's cache."""
+    """Return the problem of a model that `option` names and that does not exist; and a note, empty
+    unless the Hub could not be asked. The Hub is asked for a name that is neither a directory on
+    this machine nor in the Hub's cache."""
     if option == "--model" and Path(name).is_file():
         rule = "is a file, and a model is a directory"
         return [Problem(option, name, rule, f"its directory, such as {Path(name).parent}")], ""
@@ -113,11 +114,12 @@ def inspect_data(
     data: str, tokenizer: str, *, is_text: bool = False, has_pairs: bool = False
 ) -> tuple[str | None, list[Problem], str]:
     """Return the format of the first rows of untokenized `data` (``text``, or a ``--format`` of
-    `bigtrain tokenize`; None if unknown), the problems, and a note on what could not be looked for.
+    `bigtrain tokenize`; None if unknown), the problems, and a note, empty unless the Hub could not
+    be asked.
 
-    tokenizer: for the commands of remedies. is_text, has_pairs: the format that the user named.
-    Refused are missing and empty data, files of settings, and rows without text. An address is not
-    read; the Hub is asked for a dataset of a name that is no path here.
+    tokenizer: for suggested commands. is_text, has_pairs: whether the user named this format.
+    Missing and empty data, files of settings, and rows without text are problems. An address is not
+    read; the Hub is asked for a dataset whose name is not a path on this machine.
     """
     from bigtrain.data.documents.chat_formats import also_preferences
     from bigtrain.data.documents.discovery import find_sources
@@ -133,6 +135,7 @@ def inspect_data(
         rule = "is a file of settings, and neither text nor rows"
         remedy = "a file of conversations, pairs or text (.jsonl, .parquet, .csv, .txt)"
         return None, [Problem("--data", data, rule, remedy)], ""
+    # Read the first row, and find its format by its keys.
     reading = read_options(TokenizeOptions(inputs=[data], tokenizer="", output=""))
     try:
         sources = find_sources(reading.selection)
@@ -143,7 +146,7 @@ def inspect_data(
         keys = set(first_row)
         is_readable = not (sources[0].needs_decompression or sources[0].read_once)
         if not keys and sources[0].format.has_rows and is_readable:
-            # The reader says why the file begins with no object.
+            # The reader raises the reason why the file begins with no object.
             next(DocumentReader(sources[:1], reading, RejectedDocuments(False)).blocks(), None)
         if is_text:
             row_format = "text"
@@ -167,8 +170,8 @@ def inspect_data(
 def _problem_of_unknown_rows(
     data: str, tokenizer: str, first_row: Collection[str], *, is_text: bool
 ) -> Problem:
-    """Return the problem of `data` whose `first_row` has no text, with the command that reads it.
-    is_text: the user has said that the rows are texts."""
+    """Return the problem of `data` whose `first_row` has no text, with the command that tokenizes
+    the data. is_text: whether the user named the rows as texts."""
     from bigtrain.data.documents.chat_formats import remedy_for, suggestion_for
     from bigtrain.data.documents.other_names import Suggestion
 
@@ -211,33 +214,34 @@ def _hub_data_problems(data: str) -> tuple[list[Problem], str]:
 def row_problems(
     data: str, tokenizer: str, row_format: str, *, chat: bool, preference: bool, infers: bool
 ) -> list[Problem]:
-    """Return the problems of options that contradict the format of the first rows of `data`, or
-    that the format needs. infers: without options the format decides."""
+    """Return the problem of `chat` or `preference` if the option contradicts the format of the
+    first rows of `data`, or if the format needs an option. infers: without an option the format
+    decides."""
     is_pairs = row_format == PAIRS.name
     is_chat = row_format not in ("text", "tokens", *ROWS)
-    text = (
-        "text without conversations" if row_format == "text" else f"rows of --format {row_format}"
-    )
-    needed = "--preference" if is_pairs else ""
+    format_text = f"rows of --format {row_format}"
+    if row_format == "text":
+        format_text = "text without conversations"
+    option = "--preference" if is_pairs else ""  # that the format needs
     if is_chat:
-        needed = "--chat"
+        option = "--chat"
     if chat and not is_chat and row_format != "tokens":
-        remedy = f"{needed} instead" if needed and not infers else "remove --chat"
-        return [Problem("--chat", None, f"{data} has {text}", remedy)]
+        remedy = f"{option} instead" if option and not infers else "remove --chat"
+        return [Problem("--chat", None, f"{data} has {format_text}", remedy)]
     if preference and not is_pairs:
-        remedy = f"{needed} instead" if needed and not infers else "remove --preference"
-        return [Problem("--preference", None, f"{data} has {text}", remedy)]
+        remedy = f"{option} instead" if option and not infers else "remove --preference"
+        return [Problem("--preference", None, f"{data} has {format_text}", remedy)]
     if infers or chat or preference or row_format in ("text", "tokens"):
         return []
-    remedy = f"add {needed}"
-    if not needed:
+    remedy = f"add {option}"
+    if not option:
         remedy = _tokenize_remedy(data, tokenizer, f"--format {row_format}")
-    return [Problem("--data", data, f"has {text}", remedy)]
+    return [Problem("--data", data, f"has {format_text}", remedy)]
 
 
 def template_problems(option: str, tokenizer: str) -> list[Problem]:
-    """Return the problem of conversations for a tokenizer (directory or Hub name) whose files are
-    here and have no chat template."""
+    """Return the problem of a tokenizer (directory, or Hub name in the cache) without a chat
+    template; none for a tokenizer that is not on this machine."""
     directory = Path(tokenizer)
     if not directory.is_dir():
         cached = cached_hub_file(tokenizer, "tokenizer_config.json")

@@ -1,7 +1,7 @@
-"""Changes of a run with which it fits without offload, where a plan finds nothing but offload, or
-nothing: smaller states of the optimizer, and adapters of a frozen base.
+"""Changes of a run with which it fits without offload, for a plan that finds no layout, or only
+layouts with offload: smaller optimizer states, and adapters of a frozen base.
 
-They change the mathematics, so that a plan shows them and never takes them.
+The changes alter the mathematics, so a plan shows them but never takes them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ADAPTERS = (
         "QLoRA: adapters of a base in 4 bits",
     ),
 )
-"""Overrides, and what each makes of the mathematics."""
+"""Overrides, each with its meaning for the mathematics."""
 
 
 SMALL_CHUNKS = "model.loss_chunk_tokens=256"
-"""Where the default chunks of the loss, which are faster, leave no room."""
+"""Override for a run in which the default chunks of the loss, which are faster, do not fit."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def proposals(
     request_of: Callable[[RunConfig], SearchSpace],
 ) -> list[Proposal]:
     """Return the changes of `config` with which a layout fits that is neither tight nor offloads,
-    smallest change first. request_of: the search for another run. A change that the run's other
-    settings do not allow is left out."""
+    smallest change first. request_of: returns the search space of a changed run. A change that the
+    run's other settings do not allow is omitted."""
     from bigtrain.planner.search import search
 
     changes: Sequence[tuple[str, str]] = STATES if config.optimizer.type == "adamw" else ()
@@ -73,15 +73,14 @@ def proposals(
     tree = config.model_dump(mode="json", exclude_unset=True)
     fitting_proposals = []
     for change, meaning in changes:
-        for further in ((), (SMALL_CHUNKS,)):
-            overrides = (change, *further)
+        for overrides in ((change,), (change, SMALL_CHUNKS)):
             try:
                 request = request_of(parse_run_config(tree, overrides))
             except (ConfigError, ModelError):
                 break
             fitting = search(request, cluster, engine).fitting
-            usable = (c for c in fitting if not (offloads(c) or c.is_tight(cluster)))
-            best = next(usable, None)
+            roomy = (c for c in fitting if not offloads(c) and not c.is_tight(cluster))
+            best = next(roomy, None)  # the fastest
             if best is not None:
                 fitting_proposals.append(Proposal(" ".join(overrides), meaning, best))
                 break

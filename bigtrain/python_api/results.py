@@ -162,8 +162,8 @@ def merge_run(
         from bigtrain.run.checkpointing.averaging import chosen_steps
         from bigtrain.run.checkpointing.averaging import merge_run as merge
 
-    tell = warn or _to_stderr
-    selected_steps = chosen_steps(Path(run), steps, last, tell)
+    warn = warn or _to_stderr
+    selected_steps = chosen_steps(Path(run), steps, last, warn)
     merge(
         Path(run),
         Path(output),
@@ -171,7 +171,7 @@ def merge_run(
         shares=weights,
         dtype=dtype,
         max_shard_size=max_shard_size,
-        warn=tell,
+        warn=warn,
     )
     return selected_steps
 
@@ -182,18 +182,20 @@ def _to_stderr(text: str) -> None:
 
 def _sampling(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> Sampling:
     """Return the settings of a sampling. Raises ConfigError for values out of range."""
-    ranges: dict[str, tuple[float, bool, str]] = {
-        "max_new_tokens": (max_new_tokens, max_new_tokens >= 1, "must be at least 1"),
-        "temperature": (temperature, 0 <= temperature < math.inf, "must be a number, at least 0"),
-        "top_p": (top_p, 0 < top_p <= 1, "must be above 0 and at most 1"),
-        "seed": (seed, 0 <= seed < 2**63, "must be an integer from 0 to below 2^63"),
-    }
-    nearest = {"max_new_tokens": "1", "temperature": "0", "top_p": "1", "seed": "0"}
-    problems = [
-        Problem(name, value, rule, f"for example {nearest[name]}")
-        for name, (value, is_right, rule) in ranges.items()
-        if not is_right
-    ]
+    problems = []
+    if max_new_tokens < 1:
+        problems.append(
+            Problem("max_new_tokens", max_new_tokens, "must be at least 1", "for example 1")
+        )
+    if not 0 <= temperature < math.inf:
+        rule = "must be a number, at least 0"
+        problems.append(Problem("temperature", temperature, rule, "for example 0"))
+    if not 0 < top_p <= 1:
+        rule = "must be above 0 and at most 1"
+        problems.append(Problem("top_p", top_p, rule, "for example 1"))
+    if not 0 <= seed < 2**63:
+        rule = "must be an integer from 0 to below 2^63"
+        problems.append(Problem("seed", seed, rule, "for example 0"))
     if problems:
         raise ConfigError(problems, "the options of generate")
     from bigtrain.models.generation import Sampling
@@ -254,8 +256,8 @@ def open_conversation(
 
 
 def _tokenizer_of(model: str) -> Any:
-    """Return the tokenizer of a model's directory from its tokenizer.json; None if there is
-    none, or none that can tokenize documents."""
+    """Return the tokenizer of a model's directory from its tokenizer.json; None if the file is
+    missing, or cannot tokenize documents."""
     from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 
     if not (Path(model) / "tokenizer.json").is_file():
@@ -392,8 +394,8 @@ def write_report(
     path = Path(run) / "report.html" if output is None else Path(output)
     html = page_html(runs)
     write_page(path, html)
-    steps = sum(run_files.metrics.steps.num_rows for run_files in runs)
-    return WrittenReport(path, steps, len(html))
+    num_steps = sum(run_files.metrics.steps.num_rows for run_files in runs)
+    return WrittenReport(path, num_steps, len(html))
 
 
 @dataclass(frozen=True)
@@ -423,9 +425,9 @@ def fetch(
 
     if not is_address(address):
         raise DataError(f"{address} is not an address, such as s3://bucket/runs/mine -> cp -r")
-    # Of a run only one checkpoint is fetched, with everything outside of checkpoints/.
+    # A fetch of a run has a single checkpoint, and everything outside of checkpoints/.
     address = address.rstrip("/")
-    steps = checkpoint_steps(list(list_tree(address)))
+    steps = checkpoint_steps(list(list_tree(address)))  # newest first; empty unless it is a run
     if step is not None and step not in steps:
         listed = ", ".join(map(str, steps)) or "none"
         raise DataError(

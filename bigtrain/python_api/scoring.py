@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bigtrain.settings.run_config import RunConfig
 
 DEFAULT_TOP_K = 32
-_WORK = ".pass"  # of the run that a pass is for its session; nothing is written there
+_PASS_DIRECTORY = ".pass"  # run directory of the pass, into which nothing is written
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def score(
     if top_k is not None and kind != "top-k":
         raise ConfigError(Problem("--top-k", top_k, "has no effect", "--kind top-k"))
     world = read_world(os.environ)
-    # The run of the pass, with the settings that decide its model and data.
+    # A run whose settings decide model and data of the pass, without adapters and callbacks.
     run = resolve(config, overrides, world.size, deepspeed_config, scores=True)
     section = run.config.output.model_copy(
-        update={"directory": str(Path(output) / _WORK), "copy_to": None, "export": False}
+        update={"directory": str(Path(output) / _PASS_DIRECTORY), "copy_to": None, "export": False}
     )
     changes = {"output": section, "adapters": None, "callbacks": ()}
     run = replace(run, config=run.config.model_copy(update=changes))
@@ -90,6 +90,7 @@ def score(
 
 
 def _write_kept(scores: Scores, dataset: Any, keep: PerplexityFilter) -> None:
+    """Write the documents of `dataset` that `keep` selects by their scores."""
     from bigtrain.data.samples.kept_documents import kept_documents, write_kept
     from bigtrain.data.shards.manifest import PerplexityFilterRecord
 
@@ -103,20 +104,22 @@ def _write_kept(scores: Scores, dataset: Any, keep: PerplexityFilter) -> None:
 
 
 def summary(scores: Sequence[Scores]) -> list[str]:
-    """Return a line per split of a dataset: documents, targets, perplexity of the split's targets
-    together, and quantiles of the perplexity of documents."""
+    """Return a line for every split of a dataset: documents, targets, perplexity over the split's
+    targets, and quantiles of the documents' perplexities."""
     import numpy as np
 
     lines = []
-    for entry in scores:
-        for split, values in entry.perplexities.items():
-            total = int(entry.targets(split).sum())
-            mean = math.exp(-float(entry.sums(split).sum()) / max(1, total))
-            finite = values[~np.isnan(values)]
-            low, middle, high = np.quantile(finite, (0.1, 0.5, 0.9)) if len(finite) else (0.0,) * 3
+    for dataset in scores:
+        for split, document_perplexities in dataset.perplexities.items():
+            num_targets = int(dataset.targets(split).sum())
+            # exp(-mean log-probability of a target).
+            perplexity = math.exp(-float(dataset.sums(split).sum()) / max(1, num_targets))
+            # A document without targets has no perplexity (NaN).
+            values = document_perplexities[~np.isnan(document_perplexities)]
+            low, median, high = np.quantile(values, (0.1, 0.5, 0.9)) if len(values) else (0.0,) * 3
             lines.append(
-                f"{entry.request.data.name} {split}: {len(values):,} documents, "
-                f"{total:,} targets, perplexity {mean:.6g}; of documents: 10% up to {low:.6g}, "
-                f"half up to {middle:.6g}, 90% up to {high:.6g}"
+                f"{dataset.request.data.name} {split}: {len(document_perplexities):,} documents, "
+                f"{num_targets:,} targets, perplexity {perplexity:.6g}; of documents: 10% up to "
+                f"{low:.6g}, half up to {median:.6g}, 90% up to {high:.6g}"
             )
     return lines

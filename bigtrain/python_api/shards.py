@@ -55,41 +55,41 @@ def documents_of(
     tokenizer: str | Path | None,
     mask: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return `read_documents` of open shards; with `mask` also `runs` of learned and other
-    tokens."""
+    """Return the documents of `read_documents`, from open shards; with `mask` also ``runs``: texts
+    of consecutive tokens that are learned, or not."""
     from bigtrain.data.shards.inspection import LONE, decoder_of, row_of
     from bigtrain.data.shards.mask_display import runs_of
 
     if inspected.manifest is None and split:
         raise DataError(f"--split {split}: a single shard has no splits -> remove it")
-    name = LONE if inspected.manifest is None else split or "train"
-    if numbers and name not in inspected.splits:
-        raise DataError(f"--split {name}: {inspected.path} has no such split")
+    split = LONE if inspected.manifest is None else split or "train"
+    if numbers and split not in inspected.splits:
+        raise DataError(f"--split {split}: {inspected.path} has no such split")
     # Without a tokenizer, which a dataset may lack, documents have no text.
     decoder = decoder_of(inspected, None if tokenizer is None else Path(tokenizer))
     documents = []
     for index in numbers:
-        shard, within, tokens = inspected.document(name, index)
+        shard, index_in_shard, tokens = inspected.document(split, index)
         shown_tokens = tokens[:max_tokens].tolist()
         documents.append(
             {
-                "split": name,
+                "split": split,
                 "index": index,
                 "shard": shard.bin_path.stem,
-                "index_in_shard": within,
+                "index_in_shard": index_in_shard,
                 "num_tokens": len(tokens),
                 "cut": len(tokens) > len(shown_tokens),
                 "tokens": shown_tokens,
                 "text": None if decoder is None else decoder.decode(shown_tokens),
             }
         )
-        if (row := row_of(inspected, index, shard, within)) is not None:
+        if (row := row_of(inspected, index, shard, index_in_shard)) is not None:
             documents[-1]["row"] = row
-        if mask:  # the text in runs of tokens that are learned, or not
+        if mask:
             if decoder is None:
                 raise DataError("--mask shows text -> --tokenizer DIRECTORY to decode with")
-            learned = shard.document_mask(within)[:max_tokens]
-            weights = shard.document_weights(within)[:max_tokens]
+            learned = shard.document_mask(index_in_shard)[:max_tokens]
+            weights = shard.document_weights(index_in_shard)[:max_tokens]
             documents[-1]["runs"] = runs_of(shown_tokens, learned, weights, decoder)
     return documents
 
@@ -102,8 +102,8 @@ def make_manifest(
     end_of_document: str | None = None,
     without_end_of_document: bool = False,
 ) -> TokenDataset:
-    """Make .bin/.idx pairs of Megatron or GPT-NeoX a dataset, without copying them: write the
-    manifest, the tokenizer and checksums into their directory. Return the dataset.
+    """Write the manifest, the tokenizer and checksums into the directory of .bin/.idx pairs of
+    Megatron or GPT-NeoX, which makes them a dataset without a copy. Return the dataset.
 
     shards, held_out: pairs of one directory, to train on and to evaluate with. tokenizer: directory
     or Hub name of the tokenizer that made them. end_of_document: token that ends documents

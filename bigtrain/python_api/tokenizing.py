@@ -29,13 +29,14 @@ Parameters = ParamSpec("Parameters")
 Record = TypeVar("Record")
 Result = TypeVar("Result")
 OTHER_FIRST_ROWS = 64
-"""Files, in addition to the first one, whose first row is read: local ones, evenly spaced."""
+"""Local files, in addition to the first file, whose first row is read; evenly spaced."""
 
 
 def _with_fields_of(
     record: Callable[Parameters, Record],
 ) -> Callable[[Callable[[Record], Result]], Callable[Parameters, Result]]:
-    """Give a function of a record the record's fields as parameters, also for type checkers."""
+    """Return a decorator for functions of a record: the decorated function takes the record's
+    fields as parameters, also for type checkers."""
 
     def decorate(function: Callable[[Record], Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
@@ -91,7 +92,7 @@ def build_tokens(options: TokenizeOptions) -> BuildResult:
 
 
 def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
-    """Return the record of a dataset's options. Raise DataError for incompatible ones."""
+    """Return the record of a dataset's options. Raise DataError for incompatible options."""
     from bigtrain.data.documents.text_filter import load_filter
     from bigtrain.data.shards.manifest import (
         DEFAULT_SHARD_BYTES,
@@ -101,20 +102,22 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     from bigtrain.objectives.section import ROWS
 
     # The format of rows, which decides the options that have an effect.
-    name: str = options.format
-    keys, roles = dict(options.keys or {}), options.roles or {}
+    format_name: str = options.format
+    names, roles = dict(options.keys or {}), options.roles or {}
     if options.chat_key is not None:
         if options.text_keys:
             raise DataError(f"--text-key and --chat-key {options.chat_key} exclude each other")
-        if name not in ("auto", "messages"):
-            raise DataError(f"--chat-key is of --format messages, and --format is {name} -> --key")
-        name, keys = "messages", {"messages": options.chat_key, **keys}
-    if name == "auto":
+        if format_name not in ("auto", "messages"):
+            raise DataError(
+                f"--chat-key is of --format messages, and --format is {format_name} -> --key"
+            )
+        format_name, names = "messages", {"messages": options.chat_key, **names}
+    if format_name == "auto":
         say = options.say or _to_stderr
-        name = "text" if options.text_keys else detected_format(reading, say)
-    rows = row_format(name, keys, roles)
-    first = reading.text_keys if rows is None else rows.keys[:1]
-    if ignored := set(first) & set(reading.ignored_keys):
+        format_name = "text" if options.text_keys else detected_format(reading, say)
+    rows = row_format(format_name, names, roles)
+    document_keys = reading.text_keys if rows is None else rows.keys[:1]
+    if ignored := set(document_keys) & set(reading.ignored_keys):
         raise DataError(f"--ignore-key {min(ignored)}: it is the key of the document -> remove it")
     # Options that would have no effect on this format are refused.
     if rows is None:
@@ -126,10 +129,12 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
             f"--learn last: {ROWS[rows.name].learned} --format {rows.name} are learned completely "
             "-> remove it"
         )
-    # Recorded as they are given, or as they were resolved.
-    names = OptionsRecord.model_fields.keys() & {field.name for field in fields(TokenizeOptions)}
+    # Options of the same name are recorded as given, except those that were resolved.
+    given_names = OptionsRecord.model_fields.keys() & {
+        field.name for field in fields(TokenizeOptions)
+    }
     resolved: dict[str, object] = {
-        "labels": _labels(options, format_name=name),
+        "labels": _labels(options, format_name),
         "text_keys": reading.text_keys if rows is None else rows.keys,
         "shard_bytes": options.shard_bytes or DEFAULT_SHARD_BYTES,
         "max_document_bytes": reading.max_document_bytes,
@@ -144,12 +149,12 @@ def _record_of(reading: ReadOptions, options: TokenizeOptions) -> OptionsRecord:
     if options.text_filter is not None:
         loaded = load_filter(options.text_filter)
         resolved["text_filter"] = TextFilterRecord(name=loaded.name, source_xxh3=loaded.source_xxh3)
-    return OptionsRecord(**({name: getattr(options, name) for name in names} | resolved))
+    return OptionsRecord(**({name: getattr(options, name) for name in given_names} | resolved))
 
 
 def _labels(options: TokenizeOptions, format_name: str) -> tuple[str, ...]:
-    """Return the names of the labels. Raise DataError if the format `format_name` has no labels, or
-    needs other ones."""
+    """Return the names of the labels. Raise DataError if `format_name` has no labels, or for a
+    wrong number of names."""
     from bigtrain.data.shards.manifest import MAX_LABELS
     from bigtrain.objectives.section import ROWS
 
@@ -174,11 +179,11 @@ def _fill_in_middle(options: TokenizeOptions, *, is_text: bool) -> FillInMiddleR
 
     rate, tokens = options.fim_rate, options.fim_tokens
     spm_rate, seed = options.fim_spm_rate, options.fim_seed
-    fim_options = {"--fim-spm-rate": spm_rate, "--fim-seed": seed, "--fim-tokens": tokens}
-    name = next((option for option, value in fim_options.items() if value is not None), None)
     if not rate:
-        if name is not None:
-            raise DataError(f"{name} is for fill-in-the-middle -> --fim-rate F, or remove it")
+        fim_options = {"--fim-spm-rate": spm_rate, "--fim-seed": seed, "--fim-tokens": tokens}
+        for option, value in fim_options.items():
+            if value is not None:
+                raise DataError(f"{option} is for fill-in-the-middle -> --fim-rate F, or remove it")
         return None
     if not is_text:
         raise DataError("--fim-rate is for documents of plain text -> remove it")
@@ -211,16 +216,18 @@ def train_tokenizer(options: TrainTokenizerOptions) -> int:
     require_free(target)
     scratch = next(parent for parent in target.absolute().parents if parent.is_dir())
     reading = replace(read_options(options), scratch=scratch)
-    # A tokenizer learns from the text of a row whatever its other keys are.
+    # A tokenizer learns from the text of a row whatever the row's other keys are.
     reading = replace(reading, ignored_keys=tuple(KeyRules("text", reading.text_keys).refused))
-    bad: list[BadDocument] = []
+    first_bad: list[BadDocument] = []  # at most one
     rejects = RejectedDocuments(
-        options.max_bad_fraction > 0, lambda document: bad.append(document) if not bad else None
+        options.max_bad_fraction > 0,
+        lambda document: None if first_bad else first_bad.append(document),
     )
     reader = DocumentReader(find_sources(reading.selection), reading, rejects)
     tokenizer = trained(_with_progress(reader), options.vocab_size)
-    if bad:
-        require_few(rejects.count, reader.num_documents, options.max_bad_fraction, str(bad[0]))
+    if first_bad:
+        bad_text = str(first_bad[0])
+        require_few(rejects.count, reader.num_documents, options.max_bad_fraction, bad_text)
     with new_directory(target) as directory:
         tokenizer.save(directory)
     skipped = f", {rejects.count:,} unreadable documents skipped" if rejects.count else ""
@@ -237,10 +244,9 @@ def read_options(options: ReadingOptions) -> ReadOptions:
     from bigtrain.data.documents.reader import ReadOptions
     from bigtrain.data.shards.manifest import DEFAULT_MAX_DOCUMENT_BYTES
 
-    inputs = options.inputs
-    names = (inputs,) if isinstance(inputs, str | Path) else inputs
+    inputs = (options.inputs,) if isinstance(options.inputs, str | Path) else options.inputs
     selection = Selection(
-        inputs=tuple(map(str, names)),
+        inputs=tuple(map(str, inputs)),
         suffixes=tuple(options.suffixes),
         exclude=tuple(options.exclude),
         dataset_config=options.dataset_config,
@@ -260,6 +266,7 @@ def read_options(options: ReadingOptions) -> ReadOptions:
 
 
 def _with_progress(reader: DocumentReader) -> Iterator[list[str]]:
+    """Yield the texts of `reader` in batches, with a progress bar of its bytes."""
     from tqdm import tqdm
 
     with tqdm(
@@ -276,7 +283,7 @@ def _to_stderr(text: str) -> None:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Format of conversations, its keys in a row, and its role names, as ``NAME=ROLE``."""
+    """Format of conversations, the names of its keys in the data, and role names, ``NAME=ROLE``."""
 
     name: Any  # of OptionsRecord.chat_format
     keys: tuple[str, ...]
@@ -284,41 +291,42 @@ class RowFormat:
 
 
 def detected_format(reading: ReadOptions, say: Callable[[str], None]) -> str:
-    """Return the format of the first row's keys; `say` gets a line on it. Text if
-    they match none. Raises DataError if the first rows of the files have several formats."""
+    """Return the format that the keys of the first row match, or "text"; `say` gets a line on it.
+    Raises DataError if the first rows of the files have several formats."""
     from bigtrain.data.documents.chat_formats import ONE_FORMAT, also_preferences, nearest
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
 
-    formats: dict[str, str] = {}  # by format, the first file that has it
+    first_files: dict[str, str] = {}  # by format, the first file that has it
     sources = find_sources(reading.selection)
     local_sources = [source for source in sources[1:] if source.address is None]
     step = max(1, -(-len(local_sources) // OTHER_FIRST_ROWS))
     for source in sources[:1] + local_sources[::step]:
         keys = keys_in(source, reading)
-        if keys or not source.format.has_rows or not formats:
+        # A file of rows without keys, as an empty file, counts only if no other file counted yet.
+        if keys or not source.format.has_rows or not first_files:
             match = nearest(keys)
             if choices := also_preferences(keys):
                 raise DataError(
                     f"{source.path}: the first row has the keys of several formats -> the one that "
                     f"is meant: {', or '.join(choices)}"
                 )
-            formats.setdefault("text" if match is None else match.name, source.path)
-    if len(formats) > 1:
-        listing = "; ".join(f"{name}: {path}" for name, path in formats.items())
+            first_files.setdefault("text" if match is None else match.name, source.path)
+    if len(first_files) > 1:
+        listing = "; ".join(f"{name}: {path}" for name, path in first_files.items())
         raise DataError(
             f"the first rows of the inputs have several formats ({listing}) -> {ONE_FORMAT}"
         )
-    name = next(iter(formats), "text")
+    name = next(iter(first_files), "text")
     if name != "text":
         say(f"the keys of the first row match --format {name}")
     return name
 
 
 def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) -> RowFormat | None:
-    """Return the format `name` of conversations, whose keys (of a row, and of a turn) have other
-    `names` in the data, and roles other names; None for text. Raise DataError for unknown
-    keys of `name`."""
+    """Return the format `name`; None for text. names: names in the data of the format's keys, of a
+    row or of a turn; roles: of a role's name in the data, the role. Raise DataError for unknown
+    keys."""
     from bigtrain.data.documents.chat_formats import FORMATS
 
     if name == "text":
@@ -327,15 +335,16 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
         return None
     if name not in FORMATS:
         raise DataError(f"--format {name}: unknown -> auto, text, {', '.join(FORMATS)}")
-    row_keys, turns = FORMATS[name].keys, FORMATS[name].turn_keys
-    all_keys = (*row_keys, *turns)
-    wrong = next((key for key in names if key not in all_keys), None)
-    if wrong is not None:
-        raise DataError(f"--key {wrong}: --format {name} has no such key -> {', '.join(all_keys)}")
+    row_keys, turn_keys = FORMATS[name].keys, FORMATS[name].turn_keys
+    all_keys = (*row_keys, *turn_keys)
+    for key in names:
+        if key not in all_keys:
+            rule = f"--format {name} has no such key"
+            raise DataError(f"--key {key}: {rule} -> {', '.join(all_keys)}")
     keys = tuple(names.get(key, key) for key in all_keys)
-    # Defaults of the format are not recorded: earlier versions had no keys of turns, and for
-    # messages the key `tools` was implied.
-    if keys[len(row_keys) :] == turns:
+    # Default names are not recorded, so that records equal those of earlier versions, which had no
+    # keys of turns, and for messages implied the key `tools`.
+    if keys[len(row_keys) :] == turn_keys:
         keys = keys[: len(row_keys)]
     if name == "messages" and keys[1:] == row_keys[1:]:
         keys = keys[:1]
@@ -345,7 +354,7 @@ def row_format(name: str, names: Mapping[str, str], roles: Mapping[str, str]) ->
 
 
 def refuse_for_text(reading: ReadOptions, options: TokenizeOptions) -> None:
-    """Raise DataError for options of conversations if the input has none or is unreadable."""
+    """Raise DataError for options that only conversations have, with how to read the first row."""
     from bigtrain.data.documents.chat_formats import remedy_for
     from bigtrain.data.documents.discovery import find_sources
     from bigtrain.data.documents.formats import keys_in
@@ -356,19 +365,19 @@ def refuse_for_text(reading: ReadOptions, options: TokenizeOptions) -> None:
         "--role": options.roles,
         "--max-prompt-tokens": options.max_prompt_tokens,
     }
-    chat_option = next((option for option, value in chat_options.items() if value), None)
-    if chat_option is None:
+    set_options = [option for option, value in chat_options.items() if value]
+    if not set_options:
         return
     keys = keys_in(find_sources(reading.selection)[0], reading, strict=True)
     description = "no row with keys is read"
     if keys:
         description = f"the first row has the keys {', '.join(sorted(keys)[:20])}"
     fix = remedy_for(keys) or " -> name their key, --chat-key KEY, or remove it"
-    raise DataError(f"{chat_option} is for conversations, and {description}{fix}")
+    raise DataError(f"{set_options[0]} is for conversations, and {description}{fix}")
 
 
 def refuse_for_tokens(options: TokenizeOptions) -> None:
-    """Raise DataError for options on texts, if the rows are already tokenized."""
+    """Raise DataError for options that only texts have, since rows of tokens have no text."""
     text_options = {
         "--learn last": options.learn == "last",
         "--chat-template": options.chat_template,
@@ -378,8 +387,9 @@ def refuse_for_tokens(options: TokenizeOptions) -> None:
         "--end-of-document": options.end_of_document,
         "--filter": options.text_filter,
     }
-    name = next((option for option, value in text_options.items() if value), None)
-    if name is not None:
-        raise DataError(
-            f"{name} is for text, and rows of --format tokens are taken as they are -> remove it"
-        )
+    for option, value in text_options.items():
+        if value:
+            raise DataError(
+                f"{option} is for text, and rows of --format tokens are taken as they are -> "
+                "remove it"
+            )

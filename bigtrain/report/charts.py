@@ -22,7 +22,7 @@ from bigtrain.report.metrics_file import TABLES
 from bigtrain.report.reduction import Bucketed, Column, Reduced
 from bigtrain.report.run_files import Run
 
-_MOST_KNOTS = 2048
+_MAX_KNOTS = 2048
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Chart:
 
     table: one of `TABLES`; series: names there, or ``OBJECT/*`` for all entries of an object, if
     there are at most `most_entries`. predicted: field of the prediction to draw as well. stacked:
-    as stacked areas, per run; overlaid: series that are contained in the stacked ones, drawn as
-    lines over the areas. scale: factor on the file's values. only_some_runs: not reported as
-    missing, since it needs a mixture of experts, several sites, or the like. from_zero: the axis
-    begins at zero.
+    as stacked areas, per run; overlaid: series that are shares of the stacked ones, drawn as lines
+    over the areas. scale: factor for the file's values. only_some_runs: a run without the chart is
+    not reported, since the chart needs experts, sites, or the like. from_zero: the axis begins at
+    zero.
     """
 
     name: str
@@ -62,12 +62,14 @@ _SPECIAL_CHARTS = tuple(
 
 def own_charts(metrics: type = StepMetrics) -> Iterator[Chart]:
     """Yield a chart for each metric of a step that no special chart draws."""
-    drawn = {
-        name.removesuffix("/*").partition("/")[0] for c in _SPECIAL_CHARTS for name in c.series
+    drawn_metrics = {
+        name.removesuffix("/*").partition("/")[0]
+        for chart in _SPECIAL_CHARTS
+        for name in chart.series
     }
     for row in fields(metrics):
         metric_kind, name = row.metadata["kind"], row.name
-        if metric_kind == "position" or name in drawn:
+        if metric_kind == "position" or name in drawn_metrics:
             continue
         yield Chart(
             name.replace("_", "-"),
@@ -84,7 +86,7 @@ CHARTS = (*_SPECIAL_CHARTS, *own_charts())
 
 
 def names_of(chart: Chart, run: Run) -> list[str]:
-    """Return the series of `chart` for which `run` has values."""
+    """Return the series of `chart` for which `run` has values, overlaid series last."""
     reduced = run.metrics.table(chart.table).reduced()
     available = [
         name for name, bucketed in reduced.series.items() if not np.isnan(bucketed.mean).all()
@@ -101,7 +103,7 @@ def names_of(chart: Chart, run: Run) -> list[str]:
 
 
 def page_data(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
-    """Return the data of all charts."""
+    """Return the data of the page: charts, and curves and marks of every run."""
     return {
         "tables": TABLES,
         "charts": charts_data(runs),
@@ -123,8 +125,8 @@ def charts_data(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "apart": chart.overlaid,
             "scale": chart.scale,
             "fromZero": chart.from_zero,
-            # Series that are not entries of an object: labelled by the chart's title, or, if the
-            # chart has several, by the name of the series.
+            # Series that are not entries of an object. The browser labels a single one by the
+            # chart's title, and several by their names.
             "named": [name for name in chart.series if not name.endswith("*")],
             "series": [names_of(chart, run) for run in runs],
         }
@@ -136,17 +138,18 @@ def run_data(
     run: Run, marks: Sequence[Marks], since: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """Return the curves and marks of a run; `since`: by table, the first bucket to return."""
+    # Curves, by table; then marks and predicted values.
     tables = {}
     for name in TABLES:
         first_bucket, table = (since or {}).get(name, 0), run.metrics.table(name)
-        columns = _columns(table.reduced(first_bucket), first_bucket)
-        tables[name] = {**columns, "complete": table.num_complete}
+        buckets = _encoded_buckets(table.reduced(first_bucket), first_bucket)
+        tables[name] = {**buckets, "complete": table.num_complete}
     prediction = run.files.prediction
     return {
         "name": run.name,
         "version": run.metrics.version,
         **tables,
-        "knots": _knots(run.metrics.steps.reduced()),
+        "knots": _encoded_knots(run.metrics.steps.reduced()),
         "marks": [
             {
                 "kind": events.event_kind,
@@ -165,8 +168,9 @@ def run_data(
     }
 
 
-def _columns(reduced: Reduced, since: int) -> dict[str, Any]:
-    """Return buckets for the browser: minimum and maximum only where they differ from the mean."""
+def _encoded_buckets(reduced: Reduced, since: int) -> dict[str, Any]:
+    """Return buckets for the browser. Buckets of a single row have no minimum and maximum, which
+    equal the mean."""
     series: dict[str, dict[str, str]] = {}
     for name, bucketed in reduced.series.items():
         if since == 0 and np.isnan(bucketed.mean).all():
@@ -184,9 +188,9 @@ def _columns(reduced: Reduced, since: int) -> dict[str, Any]:
     }
 
 
-def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
-    """Return tokens, samples and hours by step, as the knots of a piecewise linear curve: its ends
-    and the points where its slope changes; every n-th if too many."""
+def _encoded_knots(reduced: Reduced) -> dict[str, dict[str, str]]:
+    """Return tokens, samples and hours by step as knots of a piecewise linear curve: the ends and
+    the points where the slope changes; if these are too many, some of them, evenly spaced."""
     steps = reduced.last["step"]
     encoded_knots = {}
     for name in ("tokens", "samples", "hours"):
@@ -196,9 +200,9 @@ def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
             slopes = np.diff(values) / np.diff(steps)
             bends = ~np.isclose(slopes[1:], slopes[:-1], rtol=1e-9, atol=0.0)
             knots = np.flatnonzero(np.concatenate([[True], bends, [True]]))
-        if len(knots) > _MOST_KNOTS:
-            nth = np.linspace(0, len(knots) - 1, _MOST_KNOTS).round().astype(int)
-            knots = knots[np.unique(nth)]
+        if len(knots) > _MAX_KNOTS:
+            kept_indices = np.linspace(0, len(knots) - 1, _MAX_KNOTS).round().astype(int)
+            knots = knots[np.unique(kept_indices)]
         encoded_knots[name] = {
             "step": _base64(steps[knots], "<f8"),
             "value": _base64(values[knots], "<f8"),
@@ -207,22 +211,25 @@ def _knots(reduced: Reduced) -> dict[str, dict[str, str]]:
 
 
 def _base64(column: Column, number_format: str) -> str:
-    with np.errstate(over="ignore"):  # float32 may be too small for a value
+    """Return a column as base64 of numbers in a format of numpy, such as "<f4"."""
+    with np.errstate(over="ignore"):  # a value may be too large for float32
         return base64.b64encode(column.astype(number_format).tobytes()).decode("ascii")
 
 
 def mean_of(run: Run, prefix: str) -> Mapping[str, float]:
-    """Return the mean over the run of the series of an object, by entry. For peaks see
-    `peak_of`."""
-    return _entries(run, prefix, lambda bucketed: float(np.nanmean(bucketed.mean)))
+    """Return the mean over the run of every series of an object, by entry."""
+    return _statistic_by_entry(run, prefix, lambda bucketed: float(np.nanmean(bucketed.mean)))
 
 
 def peak_of(run: Run, prefix: str) -> Mapping[str, float]:
     """Return the largest value of every series of an object, by entry."""
-    return _entries(run, prefix, lambda bucketed: float(np.nanmax(bucketed.maximum)))
+    return _statistic_by_entry(run, prefix, lambda bucketed: float(np.nanmax(bucketed.maximum)))
 
 
-def _entries(run: Run, prefix: str, statistic: Callable[[Bucketed], float]) -> dict[str, float]:
+def _statistic_by_entry(
+    run: Run, prefix: str, statistic: Callable[[Bucketed], float]
+) -> dict[str, float]:
+    """Return a statistic of every series ``prefix/ENTRY`` with values, by entry."""
     series = run.metrics.steps.reduced().series
     return {
         name.partition("/")[2]: statistic(bucketed)
@@ -232,19 +239,21 @@ def _entries(run: Run, prefix: str, statistic: Callable[[Bucketed], float]) -> d
 
 
 def curve_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return the curves of all runs: label, first and last value, extremes and mean."""
+    """Return a row for every curve of the runs: its label, and the texts of first and last value,
+    minimum, maximum and mean."""
     rows = []
     for chart in CHARTS:
         has_named_series = sum(not series_name.endswith("*") for series_name in chart.series) > 1
         for run in runs:
             table = run.metrics.table(chart.table).reduced()
             for name in names_of(chart, run):
-                # The title of a chart is enough for its only series.
+                # Run, chart and series, without those that need no name, as a chart's only series.
                 if name not in chart.series:
                     entry = name.partition("/")[2]
                 else:
                     entry = name.replace("_", " ") if has_named_series else ""
-                words = [run.name * (len(runs) > 1), chart.title, entry.removesuffix("_seconds")]
+                run_name = run.name if len(runs) > 1 else ""
+                words = [run_name, chart.title, entry.removesuffix("_seconds")]
                 label = ": ".join(word for word in words if word)
                 label += f", {chart.unit}" if chart.unit else ""
 

@@ -15,24 +15,26 @@ from bigtrain.report.run_files import Run, finite
 NOT_KNOWN = "\u2013"
 """A dash."""
 Rows = list[tuple[str, str]]
+"""Names of statistics, with their texts."""
 _TIME_LEFT_INDEX = 2
-"""After the steps and the last loss."""
+"""Row of the time left: after the steps and the last loss."""
 _PACE_POINTS = 50
-"""Points of the curves, from the newest back, whose pace gives the time left."""
+"""Newest points of the curves, from whose pace the time left is predicted."""
 
 
 def headline(run: Run, is_live: bool = False) -> Rows:
-    """Return the summary statistics of a run: name and text. `is_live`: of a page that is served
-    while the run may still train; it has the time left, too."""
+    """Return the summary statistics of a run. `is_live`: also the time left, for a page that is
+    served while the run may still train."""
     metrics, prediction = run.metrics, run.files.prediction
     last = metrics.last or {}
     best = metrics.best or {}
     best_loss = finite(best.get("held_out_loss"))
-    best_text = NOT_KNOWN if best_loss is None else f"{number(best_loss, 4)} at step "
-    best_text += "" if best_loss is None else f"{best['step']:,}"
-    total_steps = "" if run.total_steps is None else f" of {run.total_steps:,}"
+    best_text = NOT_KNOWN
+    if best_loss is not None:
+        best_text = f"{number(best_loss, 4)} at step {best['step']:,}"
+    total_text = "" if run.total_steps is None else f" of {run.total_steps:,}"
     rows: Rows = [
-        ("Steps", f"{last.get('step', 0):,}{total_steps}"),
+        ("Steps", f"{last.get('step', 0):,}{total_text}"),
         ("Last loss", number(finite(last.get("loss")), 4)),
         ("Best held-out loss", best_text),
         ("Tokens", count(last.get("tokens"))),
@@ -75,20 +77,21 @@ def notes_of(run: Run) -> list[str]:
     notes = list(run.files.notes)
     unreadable = metrics.unreadable
     if unreadable.count:
-        omitted_note = f", and {unreadable.count - len(unreadable.first):,} more" * (
-            unreadable.count > len(unreadable.first)
-        )
         lines = "1 line was" if unreadable.count == 1 else f"{unreadable.count:,} lines were"
-        notes.append(
-            f"metrics.jsonl: {lines} skipped: {'; '.join(unreadable.first)}{omitted_note}."
-        )
+        reasons = "; ".join(unreadable.first)
+        if unreadable.count > len(unreadable.first):
+            reasons += f", and {unreadable.count - len(unreadable.first):,} more"
+        notes.append(f"metrics.jsonl: {lines} skipped: {reasons}.")
     if metrics.last is None:
         notes.append("No step has been logged yet.")
-    rows = metrics.steps.num_rows
-    for name, missing in metrics.missing.items():
-        # On a CPU it is always null, since the peak FLOPs are unknown: this is not a gap.
-        if missing and not (name == "model_flops_utilization" and missing == rows):
-            notes.append(f"{name} is null in {missing:,} of {rows:,} logged steps, drawn as gaps.")
+    num_steps = metrics.steps.num_rows
+    for name, num_missing in metrics.missing.items():
+        # On a CPU the peak FLOPs are unknown, so that the utilization is always null: no gap.
+        has_gaps = name != "model_flops_utilization" or num_missing < num_steps
+        if num_missing and has_gaps:
+            notes.append(
+                f"{name} is null in {num_missing:,} of {num_steps:,} logged steps, drawn as gaps."
+            )
     starts = run.files.starts[1:]
     num_without_step = sum(1 for start in starts if start.step is None)
     if num_without_step:
@@ -106,14 +109,14 @@ def training_hours(run: Run) -> float:
 
 
 def seconds_left(run: Run) -> float:
-    """Return the seconds that the steps left take at the pace of the newest logged steps, without
-    evaluations and checkpoints; infinite if the run's length or pace is not known."""
+    """Return the seconds for the remaining steps at the pace of the newest logged steps, without
+    evaluations and checkpoints; infinite if the run's length or pace is unknown."""
     reduced = run.metrics.steps.reduced()
     steps, hours = reduced.last["step"], reduced.last["hours"]
     if run.total_steps is None or not len(steps):
         return math.inf
     first = max(0, len(steps) - 1 - _PACE_POINTS)
-    if steps[-1] > steps[first]:
+    if steps[-1] > steps[first]:  # two points or more
         seconds_per_step = (hours[-1] - hours[first]) * 3600 / (steps[-1] - steps[first])
     else:
         step_seconds = finite((run.metrics.last or {}).get("step_seconds"))
@@ -123,7 +126,8 @@ def seconds_left(run: Run) -> float:
 
 
 def mean(run: Run, name: str) -> float | None:
-    """Return the mean over the logged steps from the buckets' means; None if there is no value."""
+    """Return the mean of the buckets' means, close to that over the logged steps; None without
+    values."""
     series = run.metrics.steps.reduced().series.get(name)
     if series is None or np.isnan(series.mean).all():
         return None
@@ -131,7 +135,7 @@ def mean(run: Run, name: str) -> float | None:
 
 
 def peak(run: Run, name: str) -> float | None:
-    """Return the largest value; None if there is none."""
+    """Return the largest value of a series; None without values."""
     series = run.metrics.steps.reduced().series.get(name)
     if series is None or np.isnan(series.maximum).all():
         return None
@@ -139,8 +143,8 @@ def peak(run: Run, name: str) -> float | None:
 
 
 def number(value: float | None, digits: int) -> str:
-    """Format with `digits` decimals and thousands separators; very large and small values as a
-    power of ten."""
+    """Format with `digits` decimals and thousands separators; very large and small values with an
+    exponent."""
     if value is None:
         return NOT_KNOWN
     if value and (abs(value) >= 1e15 or abs(value) < 0.5 * 10**-digits):
@@ -180,4 +184,5 @@ def duration(seconds: float) -> str:
 
 
 def _with_unit(value: float | None, unit: str, digits: int) -> str:
+    """Format a value with its unit; a dash for None."""
     return NOT_KNOWN if value is None else f"{number(value, digits)} {unit}"

@@ -1,8 +1,8 @@
 """Server of the page of running runs, on this machine only, with incremental updates.
 
-The browser polls every two seconds. It sends what it already has (version of the file, width of
-buckets, number of complete ones) and gets the buckets after those, or the full curve if the file
-was truncated or the buckets became wider.
+The browser polls every two seconds. It sends its state (version of the file, width and number of
+complete buckets) and gets the buckets after these, or the full curves if the file was truncated or
+the buckets became wider.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bigtrain.system.listening import try_port
 
 ADDRESS = "127.0.0.1"
 POLL_SECONDS = 2.0
-_OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_LOCAL_HOST_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _PORTS_TRIED = 50
 
 
@@ -37,7 +37,7 @@ class LivePage:
         self._runs = runs
         self._lock = threading.Lock()
         self._revision = 1
-        self._looked_at = -1.0
+        self._read_at = -1.0
 
     def html(self) -> bytes:
         """Return the complete page."""
@@ -46,8 +46,9 @@ class LivePage:
             return page_html(self._runs, self._live()).encode()
 
     def news(self, revision: int, have: str) -> bytes | None:
-        """Return the update for a browser that has `revision` and the buckets `have` (by run the
-        version, then width:complete for every table of `TABLES`); None if it has all."""
+        """Return the update for a browser that has `revision` and the buckets `have`; None if it is
+        up to date. have: for each run ``VERSION:WIDTH:COMPLETE:...``, with width and number of
+        complete buckets for every table of `TABLES`; joined by commas."""
         with self._lock:
             self._refresh()
             if revision == self._revision:
@@ -63,14 +64,15 @@ class LivePage:
             return json.dumps(answer, allow_nan=False).encode()
 
     def _live(self) -> dict[str, Any]:
+        """Return what a page needs to poll for updates."""
         return {"live": True, "revision": self._revision, "poll_seconds": POLL_SECONDS}
 
     def _refresh(self) -> None:
         """Read new lines, at most once a second regardless of the number of browsers."""
         now = time.monotonic()
-        if self._looked_at >= 0 and now - self._looked_at < POLL_SECONDS / 2:
+        if self._read_at >= 0 and now - self._read_at < POLL_SECONDS / 2:
             return
-        self._looked_at = now
+        self._read_at = now
         changed = False
         for run in self._runs:
             try:
@@ -81,14 +83,15 @@ class LivePage:
 
 
 def _first_buckets(runs: Sequence[Run], have: str) -> list[dict[str, int]]:
-    """Return, by run and table, the first bucket that a browser with the buckets `have` lacks; no
-    table where it lacks all, or where `have` is malformed."""
+    """Return, by run and table, the first bucket that a browser with the buckets `have` lacks. A
+    table of which it lacks all buckets is omitted, as are all tables if `have` is malformed."""
     first_buckets: list[dict[str, int]] = [{} for _ in runs]
     try:
         states = [[int(number) for number in state.split(":")] for state in have.split(",")]
     except ValueError:
         return first_buckets
-    if len(states) != len(runs) or any(len(state) != 1 + 2 * len(TABLES) for state in states):
+    state_length = 1 + 2 * len(TABLES)
+    if len(states) != len(runs) or any(len(state) != state_length for state in states):
         return first_buckets
     for run, (version, *sizes), bucket_by_table in zip(runs, states, first_buckets, strict=True):
         if version != run.metrics.version:
@@ -101,11 +104,14 @@ def _first_buckets(runs: Sequence[Run], have: str) -> list[dict[str, int]]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Handler of the page (``/``) and its updates (``/data``)."""
+
     server: _Server
 
     def do_GET(self) -> None:
-        # Against DNS rebinding: a page of another host whose name resolves to this machine.
-        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _OWN_NAMES:
+        # Refuse DNS rebinding: another host's name that resolves to this machine, so that a page
+        # of the other host could read the answer.
+        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _LOCAL_HOST_NAMES:
             self._answer(403, b"requested under a name other than localhost")
             return
         address = urlsplit(self.path)
@@ -113,8 +119,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.server.page.html(), "text/html; charset=utf-8")
         elif address.path == "/data":
             query = parse_qs(address.query)
-            revision, have = (query.get(name, [""])[0] for name in ("seen", "have"))
-            news = self.server.page.news(int(revision) if revision.isdigit() else 0, have)
+            seen, have = query.get("seen", [""])[0], query.get("have", [""])[0]
+            revision = int(seen) if seen.isdigit() else 0
+            news = self.server.page.news(revision, have)
             self._answer(204 if news is None else 200, news or b"", "application/json")
         else:
             self._answer(404, b"only / and /data exist")
@@ -132,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a line for every poll would fill the terminal."""
+        """Log nothing, since a line for every poll would fill the terminal."""
 
 
 class _Server(ThreadingHTTPServer):

@@ -29,9 +29,9 @@ from bigtrain.report.topology import topology_html
 from bigtrain.system.files import write_whole, writing
 
 MARKER = '<meta name="generator" content="bigtrain report'
-"""Identifies a report; within the first kilobyte of every page."""
+"""Text by which a report is recognized, in the first kilobyte of every page."""
 
-_MOST_PROMPTS, _MOST_TEXTS, _MOST_CHARACTERS = 20, 20, 4000
+_MAX_PROMPTS, _MAX_TEXTS, _MAX_CHARACTERS = 20, 20, 4000
 _PROGRAMS = ("data.js", "view.js", "curves.js", "timeline.js", "main.js")
 
 
@@ -72,39 +72,39 @@ def sections_html(
 ) -> dict[str, str]:
     """Return the page's sections other than its charts, by name; a live page gets them on each
     update."""
-    # The titles of the charts for which no run has values, as words within a sentence.
-    titles = [
+    # Titles, within a sentence, of the charts for which no run has values.
+    absent_titles = [
         chart.title[:1].lower() + chart.title[1:]
         for chart in CHARTS
         if not chart.only_some_runs and not any(names_of(chart, run) for run in runs)
     ]
     values = {
         "notes": {"lines": [(run.name, note) for run in runs for note in notes_of(run)]},
-        "events": _events(runs, marks),
-        "absent": {"titles": ", ".join(titles)},
-        "samples": {"runs": _samples(runs)},
+        "events": _events_by_run(runs, marks),
+        "absent": {"titles": ", ".join(absent_titles)},
+        "samples": {"runs": _samples_by_run(runs)},
         "prediction": predictions(runs),
     }
-    # The summary statistics by name, with a text for each run, which may lack it.
-    columns = [
+    # Summary statistics: a row for each name, with the text of each run.
+    texts_by_run = [
         dict([*headline(run, is_live), *incidents(run, run_marks)])
         for run, run_marks in zip(runs, marks, strict=True)
     ]
-    statistics = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, [column.get(name, NOT_KNOWN) for column in columns]) for name in statistics]
-    # How many logged steps a point of a curve aggregates, if more than one.
+    statistics = dict.fromkeys(name for texts in texts_by_run for name in texts)
+    rows = [(name, [texts.get(name, NOT_KNOWN) for texts in texts_by_run]) for name in statistics]
+    # The logged steps that a point of a curve aggregates, if more than one.
     widths = {run.name: run.metrics.steps.width for run in runs if run.metrics.steps.width > 1}
     if len(widths) == len(runs) and len(set(widths.values())) == 1:
         resolution = f"{max(widths.values()):,}"
     else:
         resolution = " and ".join(f"{width:,} in {name}" for name, width in widths.items())
-    several, names = len(runs) > 1, [run.name for run in runs]
-    # Runs with equal topologies share a drawing.
-    runs_by_topology: dict[str, list[tuple[int, str]]] = {}
+    # Runs (number and name) with equal topologies share a drawing.
+    runs_by_drawing: dict[str, list[tuple[int, str]]] = {}
     for number, run in enumerate(runs):
-        html = topology_html(run.files.environment)
-        runs_by_topology.setdefault(html, []).append((number, run.name))
-    groups = [(named, html) for html, named in runs_by_topology.items()]
+        drawing = topology_html(run.files.environment)
+        runs_by_drawing.setdefault(drawing, []).append((number, run.name))
+    groups = [(numbered_names, drawing) for drawing, numbered_names in runs_by_drawing.items()]
+    several, names = len(runs) > 1, [run.name for run in runs]
     return {
         **{name: section(name, several=several, **arguments) for name, arguments in values.items()},
         "figures": section("figures", names=names, rows=rows),
@@ -123,17 +123,19 @@ def json_in_html(value: Mapping[str, Any]) -> str:
 
 @cache
 def _static(name: str) -> str:
+    """Return the text of a file in `static/`."""
     return (STATIC / name).read_text(encoding="utf-8")
 
 
 def _checksum(program: str) -> str:
+    """Return the checksum of a script, as a Content-Security-Policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()}"
 
 
-def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
-    """Return the events by run and kind, and how many outer steps the sites of a run took part
-    in."""
-    # A table for each run with events; runs without are named in a sentence.
+def _events_by_run(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, Any]:
+    """Return the values of the template: a table of events for each run, the runs without events,
+    the meanings of the kinds, and the participation of sites in outer steps."""
+    # A table for each run with events; a sentence names the runs without.
     tables, calm = [], []
     for run, run_marks in zip(runs, marks, strict=True):
         if not run_marks:
@@ -142,8 +144,8 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, 
         rows = []
         for events in run_marks:
             rows += [
-                ("" if step is None else f"{step:,}", events.event_kind, text)
-                for step, text in events.rows
+                ("" if row.step is None else f"{row.step:,}", events.event_kind, row.text)
+                for row in events.rows
             ]
             if events.total > len(events.rows):
                 num_omitted = events.total - len(events.rows)
@@ -152,13 +154,13 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, 
     event_kinds = dict.fromkeys(events.event_kind for run_marks in marks for events in run_marks)
     sites = []
     for run in runs:
-        took_part = run.metrics.took_part
-        if took_part.counts:
-            rows_by_site = [
-                (site, number, count(took_part.last.get(site)))
-                for site, number in sorted(took_part.counts.items())
+        participation = run.metrics.participation
+        if participation.counts:
+            site_rows = [
+                (site, num_outer_steps, count(participation.last.get(site)))
+                for site, num_outer_steps in sorted(participation.counts.items())
             ]
-            sites.append((run.name, took_part.num_outer_steps, rows_by_site))
+            sites.append((run.name, participation.num_outer_steps, site_rows))
     return {
         "tables": tables,
         "calm": calm,
@@ -168,18 +170,19 @@ def _events(runs: Sequence[Run], marks: Sequence[Sequence[Marks]]) -> dict[str, 
     }
 
 
-def _samples(runs: Sequence[Run]) -> list[tuple[int, str, list[Any]]]:
-    """Return each run's completions of its prompts: the newest (step, text), and older ones."""
+def _samples_by_run(runs: Sequence[Run]) -> list[tuple[int, str, list[Any]]]:
+    """Return, for each run with samples, number and name, and for each prompt the newest
+    completion (step, text) and older ones."""
     samples = []
     for number, run in enumerate(runs):
         texts_by_prompt: dict[str, list[tuple[int, str]]] = {}
         for sample in run.files.samples:
-            text = sample.text[:_MOST_CHARACTERS]
+            text = sample.text[:_MAX_CHARACTERS]
             texts_by_prompt.setdefault(sample.prompt, []).append((sample.step, text))
         if texts_by_prompt:
-            prompts = [
-                (prompt, texts[-1], texts[-1 - _MOST_TEXTS : -1])
-                for prompt, texts in list(texts_by_prompt.items())[:_MOST_PROMPTS]
+            prompts = [  # prompt, newest completion, older ones
+                (prompt, texts[-1], texts[-1 - _MAX_TEXTS : -1])
+                for prompt, texts in list(texts_by_prompt.items())[:_MAX_PROMPTS]
             ]
             samples.append((number, run.name, prompts))
     return samples

@@ -33,8 +33,8 @@ class Bucketed:
 class Reduced:
     """Buckets of a `Reducer`.
 
-    width: rows of a bucket; the last one may have fewer. first, last: positions of each bucket's
-    first and last row, by name of the position. series: by name.
+    width: rows of a bucket; the last bucket may have fewer. first, last: by name of a position, its
+    values at the first and at the last row of the buckets. series: by name.
     """
 
     width: int
@@ -73,11 +73,12 @@ class Reducer:
     def add(self, positions: Mapping[str, Column], series: Mapping[str, Column]) -> None:
         """Append rows. All columns have equal lengths; NaN means "no value"."""
         self._cached = None
-        num_added = len(next(iter(positions.values())))
-        num_pending = len(next(iter(self._pending.values())))
+        num_added = _num_rows(positions)
+        num_pending = _num_rows(self._pending)
         self.num_rows += num_added
 
-        # Append the rows to earlier rows that do not fill a bucket; a series may be new, or absent.
+        # Append the rows to earlier rows that do not fill a bucket. A series may be new, or absent
+        # in this block: rows without it have NaN.
         for name in series:
             if name not in self._series:
                 self._series[name] = _Series(self._max)
@@ -123,9 +124,9 @@ class Reducer:
         self._pending_series = {name: column[begin:].copy() for name, column in rows.items()}
 
     def reduced(self, since: int = 0) -> Reduced:
-        """Return the buckets from index `since` on; an incomplete bucket is the last one.
+        """Return the buckets from index `since` on, with rows that fill no bucket as a last one.
 
-        A view that the next `add` may change.
+        The result is a view, which the next `add` may change.
         """
         if since == 0 and self._cached is not None:
             return self._cached
@@ -133,7 +134,7 @@ class Reducer:
         first = {name: column[since:end] for name, column in self._first.items()}
         last = {name: column[since:end] for name, column in self._last.items()}
         series = {name: buckets.values(since, end) for name, buckets in self._series.items()}
-        num_pending = len(next(iter(self._pending.values())))
+        num_pending = _num_rows(self._pending)
         if num_pending:
             for name, column in self._pending.items():
                 first[name] = np.append(first[name], column[0])
@@ -152,7 +153,7 @@ class Reducer:
 
 
 class _Statistics(NamedTuple):
-    """Statistics of a series, by bucket: of the finite values, of which there are `num_values`."""
+    """Statistics of the finite values of a series, by bucket; num_values: how many there are."""
 
     minimum: Column
     maximum: Column
@@ -170,6 +171,7 @@ class _Series:
         self._count = np.zeros(size)
 
     def store(self, begin: int, statistics: _Statistics) -> None:
+        """Set the buckets from index `begin` on."""
         end = begin + len(statistics.num_values)
         self._minimum[begin:end] = statistics.minimum
         self._maximum[begin:end] = statistics.maximum
@@ -177,6 +179,7 @@ class _Series:
         self._count[begin:end] = statistics.num_values
 
     def merge(self, num_pairs: int) -> None:
+        """Replace the first `num_pairs` buckets by the merged pairs of buckets."""
         for column, join in (
             (self._minimum, np.fmin),
             (self._maximum, np.fmax),
@@ -186,6 +189,7 @@ class _Series:
             column[:num_pairs] = join(column[: 2 * num_pairs : 2], column[1 : 2 * num_pairs : 2])
 
     def values(self, begin: int, end: int) -> Bucketed:
+        """Return the buckets from `begin` to before `end`."""
         return Bucketed(
             self._minimum[begin:end],
             self._maximum[begin:end],
@@ -193,13 +197,18 @@ class _Series:
         )
 
 
+def _num_rows(columns: Mapping[str, Column]) -> int:
+    """Return the length of the columns, which have equal lengths."""
+    return len(next(iter(columns.values())))
+
+
 def _reduce(rows: NDArray[np.float64]) -> _Statistics:
-    """Return the statistics of the rows of a matrix."""
-    if rows.shape[1] == 1:
-        is_finite = ~np.isnan(rows[:, 0])
-        value = rows[:, 0]
-        total = np.where(is_finite, value, 0.0)
-        return _Statistics(value, value, total, is_finite.astype(np.float64))
+    """Return the statistics of every row of a matrix, whose columns are the rows of a bucket."""
+    if rows.shape[1] == 1:  # faster for buckets of a single row
+        values = rows[:, 0]
+        is_finite = ~np.isnan(values)
+        total = np.where(is_finite, values, 0.0)
+        return _Statistics(values, values, total, is_finite.astype(np.float64))
     is_finite = ~np.isnan(rows)
     return _Statistics(
         np.fmin.reduce(rows, axis=1),
@@ -209,7 +218,8 @@ def _reduce(rows: NDArray[np.float64]) -> _Statistics:
     )
 
 
-def _mean(total: Column, count: Column) -> Column:
-    result = np.full(len(total), np.nan)
-    np.divide(total, count, out=result, where=count > 0)
-    return result
+def _mean(total: Column, num_values: Column) -> Column:
+    """Return the means of buckets; NaN for a bucket without values."""
+    mean = np.full(len(total), np.nan)
+    np.divide(total, num_values, out=mean, where=num_values > 0)
+    return mean

@@ -16,7 +16,7 @@ from bigtrain.errors import DataError, one_line
 from bigtrain.report.metrics_file import MetricsFile
 from bigtrain.report.reduction import MAX_BUCKETS
 
-_MOST_FILES = 1000
+_MAX_FILES = 1000
 _SAMPLE_BYTES = 1 << 18
 _HANG = re.compile(r"step-(\d{1,15})-.+")
 _GENERATION = re.compile(r"(\d{8,15})(?:\.superseded)?\.json")
@@ -26,8 +26,8 @@ _GENERATION = re.compile(r"(\d{8,15})(?:\.superseded)?\.json")
 class Start:
     """Launch of the run.
 
-    generation: from 1; step, samples, world_size: None if the run did not record them (before
-    bigtrain wrote `starts.jsonl`). since: UTC.
+    generation: number of the launch, from 1. since: UTC. step, samples, world_size: at the start;
+    None if the run did not record them (bigtrain did not always write `starts.jsonl`).
     """
 
     generation: int
@@ -41,8 +41,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Hang:
-    """Hang that the watchdog ended: its step (from 1, 0 before the first), its time, and the
-    watchdog's report, which names the lagging ranks."""
+    """Hang that the watchdog ended. step: from 1; 0 before the first. text: the watchdog's report,
+    which names the lagging ranks; empty without a report."""
 
     step: int
     time: str
@@ -74,7 +74,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Files of a run directory other than metrics.jsonl; None if one cannot be read.
+    """Contents of a run directory's files other than metrics.jsonl; None for an unreadable file.
 
     notes: sentences about files that could not be read.
     """
@@ -90,13 +90,13 @@ class RunFiles:
 
 
 def read_run_files(directory: Path) -> RunFiles:
-    """Read all files; never raise."""
+    """Return the contents of all files. Never raises."""
     notes: list[str] = []
-    prediction = _object(directory / "prediction.json", notes, needed=False)
+    prediction = _read_object(directory / "prediction.json", notes, needed=False)
     return RunFiles(
-        config=_object(directory / "config.json", notes),
-        deepspeed=_object(directory / "deepspeed.json", notes),
-        environment=_object(directory / "environment.json", notes),
+        config=_read_object(directory / "config.json", notes),
+        deepspeed=_read_object(directory / "deepspeed.json", notes),
+        environment=_read_object(directory / "environment.json", notes),
         prediction=None
         if prediction is None
         else Prediction(
@@ -106,14 +106,16 @@ def read_run_files(directory: Path) -> RunFiles:
             finite_entries(prediction.get("terms")),
             finite_entries(prediction.get("memory_terms")),
         ),
-        starts=_starts(directory, notes),
-        hangs=_hangs(directory / "hangs"),
+        starts=_read_starts(directory, notes),
+        hangs=_read_hangs(directory / "hangs"),
         notes=notes,
-        samples=_samples(directory / "samples.jsonl"),
+        samples=_read_samples(directory / "samples.jsonl"),
     )
 
 
-def _object(path: Path, notes: list[str], needed: bool = True) -> dict[str, Any] | None:
+def _read_object(path: Path, notes: list[str], needed: bool = True) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None, and a sentence in `notes`, if it cannot be read. A
+    missing file is noted only if it is `needed`."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -141,24 +143,26 @@ def finite(value: Any) -> float | None:
 
 
 def finite_entries(value: Any) -> dict[str, float]:
-    """Return the entries of an object that `finite` accepts; empty for anything else."""
+    """Return the entries of an object with a finite number of at least 0; empty for a value that
+    is not an object."""
     if not isinstance(value, dict):
         return {}
     numbers = {str(name): finite(entry) for name, entry in value.items()}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _starts(directory: Path, notes: list[str]) -> list[Start]:
-    """Return the launches by generation, from the fencing tokens' files and `starts.jsonl`."""
+def _read_starts(directory: Path, notes: list[str]) -> list[Start]:
+    """Return the launches by generation. Files in `generations` (fencing tokens) have time and host
+    of each launch; `starts.jsonl` has step, samples and world size."""
     launches: dict[int, dict[str, Any]] = {}
     for path in _entries(directory / "generations"):
-        if name := _GENERATION.fullmatch(path.name):
-            launches[int(name[1])] = _object(path, notes) or {}
+        if match := _GENERATION.fullmatch(path.name):
+            launches[int(match[1])] = _read_object(path, notes) or {}
     try:
         texts = (directory / "starts.jsonl").read_bytes().splitlines()
     except OSError:
         texts = []
-    for line in _parsed(texts):
+    for line in _objects_in(texts):
         generation = line.get("generation")
         if type(generation) is int:
             launches[generation] = {**launches.get(generation, {}), **line}
@@ -166,6 +170,8 @@ def _starts(directory: Path, notes: list[str]) -> list[Start]:
 
 
 def _start(generation: int, values: dict[str, Any]) -> Start:
+    """Return a launch from its recorded values, which may be missing or wrong."""
+
     def integer(name: str) -> int | None:
         value = values.get(name)
         return value if type(value) is int and 0 <= value < 2**53 else None
@@ -182,8 +188,8 @@ def _start(generation: int, values: dict[str, Any]) -> Start:
     )
 
 
-def _parsed(texts: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in the lines of a file; skip a truncated line."""
+def _objects_in(texts: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the lines of a file; skip other lines, as a truncated last line."""
     for text in texts:
         try:
             line = json.loads(text)
@@ -193,28 +199,31 @@ def _parsed(texts: list[bytes]) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _samples(path: Path) -> list[Sample]:
-    """Return the newest samples by step; for a repeated step, the later ones."""
+def _read_samples(path: Path) -> list[Sample]:
+    """Return the samples at the end of the file, by step; of a repeated step, the later sample."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _SAMPLE_BYTES))
-            texts = file.read().splitlines()[1 if size > _SAMPLE_BYTES else 0 :]
+            texts = file.read().splitlines()
+            if size > _SAMPLE_BYTES:
+                texts = texts[1:]  # the first line is incomplete
     except OSError:
         return []
     newest: dict[tuple[int, str], Sample] = {}
-    for line in _parsed(texts):
+    for line in _objects_in(texts):
         step, prompt, text = (line.get(name) for name in ("step", "prompt", "text"))
         if type(step) is int and isinstance(prompt, str) and isinstance(text, str):
             newest[step, prompt] = Sample(step, prompt, text)
     return sorted(newest.values(), key=lambda sample: sample.step)
 
 
-def _hangs(directory: Path) -> list[Hang]:
+def _read_hangs(directory: Path) -> list[Hang]:
+    """Return the hangs in a run's `hangs` directory, by step and time."""
     hangs = []
     for path in _entries(directory):
         report = path / "report.txt"
-        if (name := _HANG.fullmatch(path.name)) is None:
+        if (match := _HANG.fullmatch(path.name)) is None:
             continue
         try:
             # Stacks may exist without a report if no rank could write one.
@@ -222,23 +231,24 @@ def _hangs(directory: Path) -> list[Hang]:
             modified_at = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         except OSError:
             continue
-        hangs.append(Hang(int(name[1]), modified_at.strftime("%Y-%m-%d %H:%M:%S UTC"), text))
+        hangs.append(Hang(int(match[1]), modified_at.strftime("%Y-%m-%d %H:%M:%S UTC"), text))
     return sorted(hangs, key=lambda hang: (hang.step, hang.time))
 
 
 def _entries(directory: Path) -> list[Path]:
+    """Return the first files in a directory, sorted; empty if it cannot be read."""
     try:
-        return sorted(directory.iterdir())[:_MOST_FILES]
+        return sorted(directory.iterdir())[:_MAX_FILES]
     except OSError:
         return []
 
 
-_FEWEST_BUCKETS = 1 << 12
+_MIN_BUCKETS = 1 << 12
 
 
 @dataclass
 class Run:
-    """Run on the page. name: short and unique on the page. files: as last read."""
+    """Run on the page. name: short and unique on the page. files: as read by the last `read`."""
 
     name: str
     directory: Path
@@ -283,17 +293,17 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
             also = "" if first_name == directory else f", which is {first_name}"
             raise DataError(f"{directory}{also}: the same run is named twice -> remove one of them")
         directory_by_path[path] = directory
-    # They share one chart: in total they have not many more points than a single run.
+    # All runs share the charts, so together they have at most twice the points of a single run.
     max_buckets = MAX_BUCKETS
-    while max_buckets > _FEWEST_BUCKETS and max_buckets * len(directories) > 2 * MAX_BUCKETS:
+    while max_buckets > _MIN_BUCKETS and max_buckets * len(directories) > 2 * MAX_BUCKETS:
         max_buckets //= 2
     files = [read_run_files(directory) for directory in directories]
     paths = list(directory_by_path)
     if len(paths) > 1:
-        names = _names(paths)
+        names = _unique_suffixes(paths)
     else:
-        # The directory as the user set it, for example ``runs/quickstart/run``; the last part of
-        # its path if it was moved or copied since, or has no settings.
+        # The directory as the user set it, for example ``runs/quickstart/run``; if it was moved or
+        # copied since, or has no settings, the last part of its path.
         names = [paths[0].name]
         output = (files[0].config or {}).get("output")
         configured = output.get("directory") if isinstance(output, dict) else None
@@ -308,7 +318,7 @@ def open_runs(directories: Sequence[Path], final: bool = True) -> list[Run]:
     return runs
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def _unique_suffixes(paths: Sequence[Path]) -> list[str]:
     """Return the shortest unique suffixes of the paths."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]

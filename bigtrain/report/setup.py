@@ -4,47 +4,53 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigtrain.report.figures import NOT_KNOWN
 from bigtrain.report.run_files import Run
 
 _NOT_VERSIONS = ("topology", "rank_order", "hosts", "packing")
-_MOST_CHARACTERS = 500
+_MAX_CHARACTERS = 500
 
 
-Rows = list[tuple[str, tuple[str, ...], bool]]
-"""Keys, their value in each run, and whether these differ."""
+class SettingRow(NamedTuple):
+    """Key, its value in each run, and whether the values differ."""
+
+    key: str
+    values: tuple[str, ...]
+    differs: bool
 
 
 def setup(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return title, source and rows of a table for each of the three, and the rows that differ."""
-    environments = [
-        {k: v for k, v in (run.files.environment or {}).items() if k not in _NOT_VERSIONS}
-        for run in runs
+    """Return title, source and rows of three tables (configuration, DeepSpeed JSON, versions), and
+    the rows that differ."""
+    environments = [run.files.environment or {} for run in runs]
+    versions = [
+        {name: value for name, value in environment.items() if name not in _NOT_VERSIONS}
+        for environment in environments
     ]
     engines = [run.files.deepspeed or {} for run in runs]
     tables = [
         ("Configuration", "config.json, resolved", _rows([run.files.config or {} for run in runs])),
         ("DeepSpeed", "deepspeed.json, as passed to the engine", _rows(engines)),
-        ("Versions", "environment.json", _rows(environments)),
+        ("Versions", "environment.json", _rows(versions)),
     ]
     differences = [
-        (f"{title}: {key}" if title != "Configuration" else key, values, True)
+        SettingRow(f"{title}: {row.key}" if title != "Configuration" else row.key, row.values, True)
         for title, _, rows in tables
-        for key, values, differs in rows
-        if differs
+        for row in rows
+        if row.differs
     ]
     return {"differences": differences, "tables": tables}
 
 
-def _rows(objects: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return every key that any of the objects has, and its value in each."""
+def _rows(objects: Sequence[Mapping[str, Any]]) -> list[SettingRow]:
+    """Return a row for every key of the runs' objects."""
     flat_objects = [dict(_flatten(value)) for value in objects]
     rows = []
     for key in dict.fromkeys(key for flat_object in flat_objects for key in flat_object):
         values = tuple(flat_object.get(key, NOT_KNOWN) for flat_object in flat_objects)
-        rows.append((key, values, len(set(values)) > 1))
+        rows.append(SettingRow(key, values, differs=len(set(values)) > 1))
     return rows
 
 
@@ -56,5 +62,5 @@ def _flatten(value: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, s
             yield from _flatten(entry, f"{name}.")
         else:
             text = entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False)
-            cut = len(text) > _MOST_CHARACTERS
-            yield name, f"{text[:_MOST_CHARACTERS]}…" if cut else text
+            is_long = len(text) > _MAX_CHARACTERS
+            yield name, f"{text[:_MAX_CHARACTERS]}…" if is_long else text

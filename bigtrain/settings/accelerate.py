@@ -36,7 +36,7 @@ _WIZARD_DEFAULTS: Mapping[str, object] = {
 }
 """Answers that a user gets by pressing Enter (accelerate 1.15, commands/config/cluster.py)."""
 
-_DYNAMO = {
+_DYNAMO_ANSWERS = {
     "BACKEND": "inductor",
     "MODE": "default",
     "USE_FULLGRAPH": "false",
@@ -49,10 +49,10 @@ _DYNAMO = {
 class AccelerateSettings:
     """Answers to the questions of `accelerate config`.
 
-    tree: the answers as a DeepSpeed JSON. config_file: the DeepSpeed JSON that was named instead;
-    then the tree is empty. mixed_precision: None if it was not answered. compiles: whether torch
-    dynamo was chosen. on_engine: whether DeepSpeed was chosen. accumulates_once: whether the
-    accumulation is 1, which is also the wizard's default, and is not in the tree.
+    tree: the answers as a DeepSpeed JSON; empty if a JSON was named instead. config_file: the
+    DeepSpeed JSON that was named. mixed_precision: None if it was not answered. compiles: whether
+    torch dynamo was chosen. on_engine: whether DeepSpeed was chosen. accumulates_once: whether the
+    answered accumulation is 1, also the wizard's default; then the tree has no accumulation.
     """
 
     tree: Mapping[str, Any]
@@ -63,8 +63,8 @@ class AccelerateSettings:
     accumulates_once: bool = False
 
     def fill(self, config: RunConfig) -> RunConfig:
-        """Return `config` with precision, clipping and compilation as answered where it does not
-        set them."""
+        """Return `config` in which precision, clipping and compilation, unless it sets them, are
+        as answered."""
         update: dict[str, Any] = {}
         dtype = _DTYPES.get(self.mixed_precision or "")
         if dtype is not None and "dtype" not in config.precision.model_fields_set:
@@ -79,12 +79,14 @@ class AccelerateSettings:
     def fill_micro_batch(self, config: RunConfig, data_size: int) -> RunConfig:
         """Return `config` with the micro-batch size that gives the answered accumulation, if it
         sets none."""
-        steps = self.tree.get("gradient_accumulation_steps")
-        per_rank, remainder = divmod(config.batch.samples_per_step, data_size)
-        is_unset = "micro_batch_size" not in config.batch.model_fields_set
-        if not isinstance(steps, int) or not is_unset or remainder or per_rank % steps:
+        accumulation = self.tree.get("gradient_accumulation_steps")
+        if not isinstance(accumulation, int) or "micro_batch_size" in config.batch.model_fields_set:
             return config
-        batch = config.batch.model_copy(update={"micro_batch_size": per_rank // steps})
+        samples_per_rank, remainder = divmod(config.batch.samples_per_step, data_size)
+        if remainder or samples_per_rank % accumulation:
+            return config  # the batch plan, or the comparison with the answers, reports it
+        micro_batch_size = samples_per_rank // accumulation
+        batch = config.batch.model_copy(update={"micro_batch_size": micro_batch_size})
         return config.model_copy(update={"batch": batch})
 
     def named_file(self, config: RunConfig, deepspeed_config: str | None) -> str | None:
@@ -93,49 +95,51 @@ class AccelerateSettings:
 
         `deepspeed_config`: of the command line. Raises ConfigError where two files are named.
         """
-        named, key = deepspeed_config, "--deepspeed_config"
-        if named is None and "deepspeed_config" in config.engine.model_fields_set:
-            named, key = config.engine.deepspeed_config, "engine.deepspeed_config of the run"
-        if named == SOURCE:  # `config` is already resolved
+        run_file, key = deepspeed_config, "--deepspeed_config"
+        if run_file is None and "deepspeed_config" in config.engine.model_fields_set:
+            run_file, key = config.engine.deepspeed_config, "engine.deepspeed_config of the run"
+        if run_file == SOURCE:  # `config` is already resolved
             return None
         if not self.on_engine:
-            return named or config.engine.deepspeed_config
-        if self.config_file is None or named is None:
-            return self.config_file or named
-        if find_deepspeed_config(self.config_file).samefile(find_deepspeed_config(named)):
-            return named
+            return run_file or config.engine.deepspeed_config
+        if self.config_file is None or run_file is None:
+            return self.config_file or run_file
+        if find_deepspeed_config(self.config_file).samefile(find_deepspeed_config(run_file)):
+            return run_file
         raise ConfigError(
             Problem(
                 f"{SOURCE}: deepspeed_config_file",
                 self.config_file,
-                f"contradicts {key} = {named}",
+                f"contradicts {key} = {run_file}",
                 "name one of them only",
             )
         )
 
     def contradictions(
-        self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
+        self, config: RunConfig, plan: BatchPlan | None, json_tree: Mapping[str, Any], source: str
     ) -> list[Problem]:
-        """Return problems where the answers differ from the run or from the JSON `raw`, and are not
+        """Return problems where the answers differ from the run or from the JSON, and are not
         the wizard's defaults."""
-        differences = self._differences(config, plan, raw, source)
-        return [problem for problem in differences if not _is_default(problem)]
+        differences = self._differences(config, plan, json_tree, source)
+        return [problem for problem in differences if not _is_wizard_default(problem)]
 
     def notes(
-        self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
+        self, config: RunConfig, plan: BatchPlan | None, json_tree: Mapping[str, Any], source: str
     ) -> list[str]:
-        """Return lines on answers that the run or the JSON `raw` replaces, since they are the
+        """Return lines on answers that the run or the JSON replaces, since they are the
         wizard's defaults."""
         return [
             f"{problem.key} = {problem.value} is the wizard's default and counts as not answered: "
             f"it {problem.rule}"
-            for problem in self._differences(config, plan, raw, source)
-            if _is_default(problem)
+            for problem in self._differences(config, plan, json_tree, source)
+            if _is_wizard_default(problem)
         ]
 
     def _differences(
-        self, config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
+        self, config: RunConfig, plan: BatchPlan | None, json_tree: Mapping[str, Any], source: str
     ) -> list[Problem]:
+        """Return a problem for each answer that differs from the run or from the JSON."""
+        # Answers about values that the run owns, and that are not in the DeepSpeed JSON.
         problems = []
         if self.accumulates_once and plan is not None and plan.accumulation != 1:
             key = f"{SOURCE}: gradient_accumulation_steps"
@@ -143,9 +147,8 @@ class AccelerateSettings:
             problems.append(Problem(key, 1, rule))
         dtype = _DTYPES.get(self.mixed_precision or "")
         if self.mixed_precision is not None and dtype != config.precision.dtype:
-            answer = next(
-                name for name, value in _DTYPES.items() if value == config.precision.dtype
-            )
+            answers = {run_dtype: answer for answer, run_dtype in _DTYPES.items()}
+            answer = answers[config.precision.dtype]
             problems.append(
                 Problem(
                     f"{SOURCE}: mixed_precision",
@@ -159,11 +162,11 @@ class AccelerateSettings:
             rule = "contradicts model.compile = off of the run, which owns it"
             remedy = "answer no, or set model.compile=on"
             problems.append(Problem(f"{SOURCE}: torch dynamo", "yes", rule, remedy))
-        if raw is self.tree:  # rendering it finds the remaining differences
+        if json_tree is self.tree:  # the answers are the JSON: rendering it finds other differences
             return problems
 
-        # Answers must agree with the run, where it owns them, and with the JSON that it is started
-        # with.
+        # Next to a JSON of the user, the answers must agree with the values that the run owns, and
+        # with the JSON.
         stage = value_at(self.tree, "zero_optimization.stage") or 0
         for owned in owned_values(config, plan, self.tree, stage):
             problem = owned.contradiction(self.tree, SOURCE)
@@ -172,7 +175,7 @@ class AccelerateSettings:
         for path in ("stage", "offload_optimizer.device", "offload_param.device"):
             key = f"zero_optimization.{path}"
             answer = value_at(self.tree, key)
-            configured = value_at(raw, key) or (0 if path == "stage" else "none")
+            configured = value_at(json_tree, key) or (0 if path == "stage" else "none")
             if answer is not None and answer != configured:
                 rule = (
                     f"contradicts {key} = {configured!r} of {source}, which the run is started with"
@@ -182,7 +185,7 @@ class AccelerateSettings:
         return problems
 
 
-def _is_default(problem: Problem) -> bool:
+def _is_wizard_default(problem: Problem) -> bool:
     """Return whether the answer that a problem is about is the wizard's default."""
     return problem.key in _WIZARD_DEFAULTS and _WIZARD_DEFAULTS[problem.key] == problem.value
 
@@ -201,7 +204,7 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
             )
     # accelerate 1.15 itself ignores the answers about torch dynamo where DeepSpeed was chosen too.
     compiles = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO"
-    for name, supported in _DYNAMO.items():
+    for name, supported in _DYNAMO_ANSWERS.items():
         answer = environment.get(f"ACCELERATE_DYNAMO_{name}", supported)
         if compiles and answer.lower() != supported:
             key, rule = f"{SOURCE}: dynamo_{name.lower()}", "is not how bigtrain compiles layers"
@@ -216,10 +219,10 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
         raise ConfigError(Problem(key, classes, "bigtrain marks no layers as leaves", "answer no"))
     fields = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    # "no" is also the value where the question was not asked.
+    # "no" is also the value if the question was not asked; the fields list the answered questions.
     answered = precision != "no" or "mixed_precision" in fields
     file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    tree = _tree(environment) if file == "none" else {}
+    tree = _deepspeed_tree(environment) if file == "none" else {}
     accumulates_once = tree.get("gradient_accumulation_steps") == 1
     if accumulates_once:
         del tree["gradient_accumulation_steps"]
@@ -232,7 +235,8 @@ def read_accelerate(environment: Mapping[str, str]) -> AccelerateSettings | None
     )
 
 
-def _tree(environment: Mapping[str, str]) -> dict[str, Any]:
+def _deepspeed_tree(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the answers about DeepSpeed as a DeepSpeed JSON."""
     prefix = "ACCELERATE_DEEPSPEED_"
     # 2 is accelerate's own default where DeepSpeed was chosen without a stage.
     zero: dict[str, Any] = {"stage": _number(environment, f"{prefix}ZERO_STAGE", int, 2)}
@@ -258,6 +262,7 @@ def _number(
     number_type: type[int] | type[float],
     default: int | None,
 ) -> int | float | None:
+    """Return the number in the variable `name`, or `default`. Raises ConfigError for a text."""
     text = environment.get(name, "auto")
     if text in ("auto", "none"):
         return default

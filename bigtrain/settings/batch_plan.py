@@ -10,8 +10,9 @@ from math import gcd, lcm
 from bigtrain.errors import Problem
 from bigtrain.settings.degrees import largest_divisor
 from bigtrain.settings.run_config import BatchSection, RunConfig
+from bigtrain.settings.sections.base import nearest_multiples
 
-_MOST_RANKS = 1 << 32  # of one site
+_MAX_RANKS_PER_SITE = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,9 @@ class BatchPlan:
     are first sorted within a step (`data.balance_attention`).
 
     `global_batch_size` counts the samples of all sites; `data_size`, `accumulation`,
-    `site_batch_size` (samples of a step that the site reads) and `site_begin` (its first sample)
-    are this site's.
-    `rows_per_sample`: rows of `sequence_length` tokens in a sample, 2 for a pair and for an
-    answer with a mismatched one.
+    `site_batch_size` and `site_begin` (offset in the step of the first sample that the site reads)
+    are this site's. `rows_per_sample`: rows of `sequence_length` tokens in a sample, 2 for a pair
+    and for an answer with a mismatched one.
     """
 
     global_batch_size: int
@@ -46,9 +46,9 @@ class BatchPlan:
         return self.micro_batch_size * self.rows_per_sample * self.sequence_length
 
     def reader(self, data_rank: int) -> int:
-        """Return a number of this site's rank `data_rank` that no rank of another site has, however
-        many these have; for seeds. Without sites, `data_rank`."""
-        return self.site * _MOST_RANKS + data_rank
+        """Return a number of `data_rank` that is unique over the ranks of the sites, for seeds;
+        without sites, `data_rank` itself."""
+        return self.site * _MAX_RANKS_PER_SITE + data_rank
 
     @property
     def site_batch_size(self) -> int:
@@ -93,8 +93,8 @@ def plan_batch(
         return _plan_shares(batch, data_size, site, shares)
     samples = batch.samples_per_step
     num_readers = num_sites * data_size
-    per_pass = batch.micro_batch_size * num_readers  # samples: a micro-batch for every reader
-    if samples % per_pass:
+    samples_per_pass = batch.micro_batch_size * num_readers  # a micro-batch for every reader
+    if samples % samples_per_pass:
         # The rule, in the unit of the setting: samples or tokens.
         factors = {
             "batch.micro_batch_size": batch.micro_batch_size,
@@ -103,25 +103,24 @@ def plan_batch(
         if num_sites > 1:
             factors["sites"] = num_sites
         numbers = " x ".join(str(factor) for factor in factors.values())
-        rule = f"must be a multiple of {' x '.join(factors)} = {numbers} = {per_pass}"
-        key, unit = "batch.global_batch_size", 1
+        rule = f"must be a multiple of {' x '.join(factors)} = {numbers} = {samples_per_pass}"
+        key, units_per_sample = "batch.global_batch_size", 1
         if batch.global_tokens is not None:
-            key, unit = "batch.global_tokens", batch.sequence_length
-        if unit > 1:
-            rule += f" samples = {per_pass * unit} tokens"
-        below = samples - samples % per_pass
-        nearest_sizes = [size for size in (below, below + per_pass) if size > 0]
-        remedy = f"nearest: {' or '.join(str(size * unit) for size in nearest_sizes)}"
-        # A smaller micro-batch may fit the same global batch.
+            key, units_per_sample = "batch.global_tokens", batch.sequence_length
+        if units_per_sample > 1:
+            rule += f" samples = {samples_per_pass * units_per_sample} tokens"
+        batch_size, batch_unit = samples * units_per_sample, samples_per_pass * units_per_sample
+        remedy = f"nearest: {nearest_multiples(batch_size, batch_unit)}"
+        # A smaller micro-batch may fit the global batch.
         if samples % num_readers == 0:
             fitting = largest_divisor(samples // num_readers, batch.micro_batch_size)
             remedy += f", or batch.micro_batch_size: {fitting}"
-        return None, [Problem(key, samples * unit, rule, remedy)]
+        return None, [Problem(key, batch_size, rule, remedy)]
     plan = BatchPlan(
         global_batch_size=samples,
         micro_batch_size=batch.micro_batch_size,
         data_size=data_size,
-        accumulation=samples // per_pass,
+        accumulation=samples // samples_per_pass,
         sequence_length=batch.sequence_length,
         num_sites=num_sites,
         site=site,
@@ -133,29 +132,26 @@ def plan_batch(
 def _plan_shares(
     batch: BatchSection, data_size: int, site: int, shares: Sequence[int]
 ) -> tuple[BatchPlan | None, list[Problem]]:
-    """Plan the batch of sites that read unequal numbers of samples. A step is divided into units in
-    which each site has complete micro-batches."""
-    samples, micro = batch.samples_per_step, batch.micro_batch_size
-    per_share = lcm(*(micro * data_size // gcd(micro * data_size, n) for n in shares))
-    unit = sum(shares) * per_share
+    """Plan the batch of sites that read unequal numbers of samples, in complete micro-batches."""
+    samples, micro_batch_size = batch.samples_per_step, batch.micro_batch_size
+    site_pass = micro_batch_size * data_size  # samples of a micro-batch for every rank of the site
+    # The fewest samples per share with which each site's samples are a multiple of `site_pass`.
+    share_unit = lcm(*(site_pass // gcd(site_pass, share) for share in shares))
+    unit = sum(shares) * share_unit
     if samples % unit:
-        below = samples // unit * unit
         rule = (
             f"is divided among sites in shares of {' : '.join(map(str, shares))}, each a multiple "
-            f"of batch.micro_batch_size x data-parallel size = {micro} x {data_size}, which gives "
-            f"multiples of {unit}"
+            f"of batch.micro_batch_size x data-parallel size = {micro_batch_size} x {data_size}, "
+            f"which gives multiples of {unit}"
         )
-        nearest = f"nearest: {below} or {below + unit}" if below else f"nearest: {unit}"
-        return None, [Problem("batch.global_batch_size", samples, rule, nearest)]
-    # The samples of this site come after the samples of earlier sites.
+        remedy = f"nearest: {nearest_multiples(samples, unit)}"
+        return None, [Problem("batch.global_batch_size", samples, rule, remedy)]
     samples_per_share = samples // sum(shares)
-    site_samples = samples_per_share * shares[site]
-    accumulation = site_samples // (micro * data_size)
     plan = BatchPlan(
         global_batch_size=samples,
-        micro_batch_size=micro,
+        micro_batch_size=micro_batch_size,
         data_size=data_size,
-        accumulation=accumulation,
+        accumulation=samples_per_share * shares[site] // site_pass,
         sequence_length=batch.sequence_length,
         num_sites=len(shares),
         site=site,
@@ -165,89 +161,62 @@ def _plan_shares(
 
 
 def check_phases(config: RunConfig) -> list[Problem]:
-    """Check what does not go with ``batch.phases``."""
-    steps, needed = config.train.steps, config.batch.ends()[-1]
-    # For each rule: whether it applies, then the key, value, rule and fix of its problem.
-    rules: list[tuple[bool, str, object, str, str]] = [
-        *(
-            (
-                True,
-                key,
-                epochs,
-                "steps of batch.phases read different numbers of samples, so an epoch cannot be "
-                "counted in steps",
-                f"{key.replace('epochs', 'steps')}=N {key}=null",
-            )
-            for key, epochs in config.epoch_settings.items()
-        ),
-        (
-            steps is not None and steps < needed,
-            "train.steps",
-            steps,
-            f"batch.phases have {needed} steps",
-            f"train.steps={needed} or more",
-        ),
-        (
-            config.sites is not None,
-            "sites",
-            "set",
-            "sites make rounds of steps of one batch, and batch.phases changes it",
-            "omit batch.phases, or train at one site (sites=null)",
-        ),
-        (
-            config.data.has_complete_documents,
-            "data.packing",
-            config.data.packing,
-            "samples of documents are made for one batch.sequence_length and one order, and "
-            "batch.phases changes it",
-            "data.packing=concatenate, with data.document_boundaries=isolate",
-        ),
-        (
-            config.checkpoint.memory is not None,
-            "checkpoint.memory",
-            "set",
-            "checkpoints in memory are of one batch, and batch.phases changes it",
-            "checkpoint.memory=null",
-        ),
-        (
-            not config.objective.kind.is_next_token,
-            "objective.type",
-            config.objective.type,
-            "batch.phases are for samples of any length, and pairs and answers have their own",
-            "next_token, or omit batch.phases",
-        ),
-        (
-            config.adapters is not None,
-            "adapters",
-            "set",
-            "a run with batch.phases reads all weights from its checkpoint at each phase, which "
-            "has none of the base",
-            "omit batch.phases, and change the batch when it resumes, by "
-            "checkpoint.allow_changes=[batch]",
-        ),
-        (
-            config.data.samples is not None,
-            "data.samples",
-            "set",
-            "samples of your own have one length, and batch.phases changes it",
-            "omit batch.phases",
-        ),
-    ]
+    """Return the problems of settings that cannot be combined with ``batch.phases``."""
+    steps, phase_steps = config.train.steps, config.batch.ends()[-1]
+    rule = (
+        "steps of batch.phases read different numbers of samples, so an epoch cannot be counted in "
+        "steps"
+    )
     problems = [
-        Problem(key, value, rule, fix) for applies, key, value, rule, fix in rules if applies
+        Problem(key, epochs, rule, f"{key.replace('epochs', 'steps')}=N {key}=null")
+        for key, epochs in config.epoch_settings.items()
     ]
+    if steps is not None and steps < phase_steps:
+        rule = f"batch.phases have {phase_steps} steps"
+        problems.append(Problem("train.steps", steps, rule, f"train.steps={phase_steps} or more"))
+    if config.sites is not None:
+        rule = "sites make rounds of steps of one batch, and batch.phases changes it"
+        fix = "omit batch.phases, or train at one site (sites=null)"
+        problems.append(Problem("sites", "set", rule, fix))
+    if config.data.has_complete_documents:
+        rule = (
+            "samples of documents are made for one batch.sequence_length and one order, and "
+            "batch.phases changes it"
+        )
+        fix = "data.packing=concatenate, with data.document_boundaries=isolate"
+        problems.append(Problem("data.packing", config.data.packing, rule, fix))
+    if config.checkpoint.memory is not None:
+        rule = "checkpoints in memory are of one batch, and batch.phases changes it"
+        problems.append(Problem("checkpoint.memory", "set", rule, "checkpoint.memory=null"))
+    if not config.objective.kind.is_next_token:
+        rule = "batch.phases are for samples of any length, and pairs and answers have their own"
+        fix = "next_token, or omit batch.phases"
+        problems.append(Problem("objective.type", config.objective.type, rule, fix))
+    if config.adapters is not None:
+        rule = (
+            "a run with batch.phases reads all weights from its checkpoint at each phase, which "
+            "has none of the base"
+        )
+        fix = (
+            "omit batch.phases, and change the batch when it resumes, by "
+            "checkpoint.allow_changes=[batch]"
+        )
+        problems.append(Problem("adapters", "set", rule, fix))
+    if config.data.samples is not None:
+        rule = "samples of your own have one length, and batch.phases changes it"
+        problems.append(Problem("data.samples", "set", rule, "omit batch.phases"))
     return problems + _check_phase_lengths(config)
 
 
 def _check_phase_lengths(config: RunConfig) -> list[Problem]:
-    """Check that a chunk of the stream contains complete samples of every phase."""
+    """Return problems where a chunk of the stream does not contain complete samples of a phase."""
     problems = []
-    chunk = config.data.chunk_length
+    chunk_length = config.data.chunk_length
     for number in range(len(config.batch.phases)):
         length = config.batch.of_phase(number).sequence_length
-        if chunk is not None and chunk % length:
-            rule = f"is not a divisor of data.chunk_length = {chunk}"
-            nearest = f"nearest: data.chunk_length={-(-chunk // length) * length}"
+        if chunk_length is not None and chunk_length % length:
+            rule = f"is not a divisor of data.chunk_length = {chunk_length}"
+            nearest = f"nearest: data.chunk_length={-(-chunk_length // length) * length}"
             key = f"batch.phases[{number}].sequence_length"
             problems.append(Problem(key, length, rule, nearest))
     return problems
@@ -256,18 +225,16 @@ def _check_phase_lengths(config: RunConfig) -> list[Problem]:
 def in_phase(
     config: RunConfig, number: int, problems: Sequence[Problem], reported: Sequence[Problem] = ()
 ) -> list[Problem]:
-    """Return `problems` of a phase that are not `reported` yet, with the phase's keys; problems of
-    the section ``batch``, which holds after the last phase, as they are."""
-    new = [problem for problem in problems if problem not in reported]
+    """Return the `problems` of phase `number` that are not `reported` yet, with the phase's keys.
+
+    The number after the last phase is the section ``batch`` itself, whose keys are unchanged."""
+    new_problems = [problem for problem in problems if problem not in reported]
     if number == len(config.batch.phases):
-        return new
-    name = f"batch.phases[{number}]"
+        return new_problems
+    phase = f"batch.phases[{number}]"
     return [
-        replace(
-            problem,
-            key=problem.key.replace("batch.", f"{name}.", 1)
-            if problem.key.startswith("batch.")
-            else f"{problem.key} (in {name})",
-        )
-        for problem in new
+        replace(problem, key=f"{phase}.{problem.key.removeprefix('batch.')}")
+        if problem.key.startswith("batch.")
+        else replace(problem, key=f"{problem.key} (in {phase})")
+        for problem in new_problems
     ]

@@ -25,8 +25,8 @@ def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = (), folder: Pa
     """Return `tree`, sections of a run, as the text of a run YAML.
 
     Every section and setting has its description as a comment. The settings of a section that
-    `tree` omits are named after it. `head`: lines of the comment at the top. `folder`: of the file,
-    which names the schema by a relative path if both are in one checkout.
+    `tree` omits are listed at its end. `head`: lines of the comment at the top. `folder`: directory
+    of the file; in a checkout of bigtrain, the first line names the schema by a relative path.
     """
     lines = []
     if (checkout() / "pyproject.toml").is_file() and folder.resolve().is_relative_to(checkout()):
@@ -37,18 +37,18 @@ def commented_yaml(tree: Mapping[str, Any], head: Sequence[str] = (), folder: Pa
         section = section_of(field.annotation)
         lines.append("")
         if section is None or not isinstance(value, Mapping):
-            lines += _comment(RunConfig.descriptions()[name], "")
-            lines += _setting(name, value, "")
+            lines += _comment_lines(RunConfig.descriptions()[name], "")
+            lines += _setting_lines(name, value, "")
             continue
-        lines += _comment(section.__doc__ or "", "")
+        lines += _comment_lines(section.__doc__ or "", "")
         lines.append(f"{name}:")
         descriptions = section.descriptions()
         for key, setting in value.items():
-            lines += _comment(descriptions.get(key, ""), "  ")
-            lines += _setting(key, setting, "  ")
+            lines += _comment_lines(descriptions.get(key, ""), "  ")
+            lines += _setting_lines(key, setting, "  ")
         unset_names = [name for name in section.model_fields if name not in value]
         if unset_names:
-            lines += _comment(f"also: {', '.join(unset_names)}", "  ")
+            lines += _comment_lines(f"also: {', '.join(unset_names)}", "  ")
     return "\n".join(lines) + "\n"
 
 
@@ -63,12 +63,12 @@ def setting_names(section: type[Section] = RunConfig, prefix: str = "") -> Itera
             yield from setting_names(nested, f"{prefix}{name}.")
 
 
-def _comment(text: str, indent: str) -> Iterator[str]:
+def _comment_lines(text: str, indent: str) -> Iterator[str]:
     for line in textwrap.wrap(" ".join(text.split()), _WIDTH - len(indent) - 2):
         yield f"{indent}# {line}"
 
 
-def _setting(key: str, value: Any, indent: str) -> Iterator[str]:
+def _setting_lines(key: str, value: Any, indent: str) -> Iterator[str]:
     text = yaml.safe_dump({key: value}, sort_keys=False, width=_WIDTH, allow_unicode=True)
     for line in text.splitlines():
         yield f"{indent}{line}"
@@ -80,8 +80,8 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 def run_schema() -> dict[str, Any]:
     """Return the schema that pydantic derives from the settings: their types, limits, choices,
-    defaults and descriptions. What a rule over several settings refuses, only `bigtrain check`
-    knows."""
+    defaults and descriptions. Rules over several settings are not in the schema; `bigtrain check`
+    applies them."""
     schema = RunConfig.model_json_schema()
     described: dict[str, Any] = _without_titles(schema)
     for name, field in described["properties"].items():
@@ -116,7 +116,7 @@ def _without_titles(tree: Any) -> Any:
             continue
         if key == "description" and isinstance(value, str):
             cleaned[key] = " ".join(value.split())
-        elif key in ("properties", "$defs"):  # names, not keywords
+        elif key in ("properties", "$defs"):  # a setting may be called title or description
             cleaned[key] = {name: _without_titles(item) for name, item in value.items()}
         else:
             cleaned[key] = _without_titles(value)

@@ -19,10 +19,10 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 group of them stays on one host; data-parallel ranks communicate once a step."""
 
 REPLICA_AXES: tuple[Axis, ...] = ("data", "sequence")
-"""Those along which ranks hold the same parameters, experts aside; ZeRO partitions over them."""
+"""Axes along which ranks hold equal parameters, except experts; ZeRO partitions over these axes."""
 
 MODEL_AXES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis not in REPLICA_AXES)
-"""Those along which ranks hold different parameters of one copy of the model."""
+"""Axes along which ranks hold different parameters of one copy of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +67,19 @@ MODEL_DEGREES: tuple[str, ...] = tuple(field.name for field in _MODEL_FIELDS)
 """Fields of `ModelDegrees`, in the order in which people read them."""
 
 
-def _sizes(axes: Iterable[Axis]) -> Callable[[object], tuple[int, ...]]:
+def _size_getter(axes: Iterable[Axis]) -> Callable[[object], tuple[int, ...]]:
     return attrgetter(*(f"{axis}_size" for axis in axes))
 
 
-_inner_sizes = _sizes(axis for axis in AXES if axis != "data")
-_model_sizes = _sizes(MODEL_AXES)
-_replica_sizes = _sizes(REPLICA_AXES)
+_inner_sizes = _size_getter(axis for axis in AXES if axis != "data")
+_model_sizes = _size_getter(MODEL_AXES)
+_replica_sizes = _size_getter(REPLICA_AXES)
 
 
 def replicas_in_world(degrees: object, world_size: int) -> int:
-    """Return the ranks over which ZeRO partitions in a world, 0 where the degrees do not divide it.
-    `degrees`: anything with their names; faster than making `Degrees`."""
+    """Return the number of ranks over which ZeRO partitions; 0 if the degrees do not divide the
+    world. `degrees`: any object with attributes such as tensor_size; faster than making
+    `Degrees`."""
     if world_size % prod(_inner_sizes(degrees)):
         return 0
     return world_size // prod(_model_sizes(degrees))
@@ -119,5 +120,6 @@ def largest_divisor(number: int, at_most: int) -> int:
 
     Beyond 1e12 only divisors that have a factor up to 1e6 are searched, to bound the time.
     """
-    small = [n for n in range(1, min(isqrt(number), 1_000_000) + 1) if number % n == 0]
-    return max(n for d in small for n in (d, number // d) if n <= at_most)
+    small_divisors = [n for n in range(1, min(isqrt(number), 1_000_000) + 1) if number % n == 0]
+    divisors = [*small_divisors, *(number // divisor for divisor in small_divisors)]
+    return max(divisor for divisor in divisors if divisor <= at_most)

@@ -53,16 +53,16 @@ def import_named(key: str, name: str) -> Any:
         return _given_code[name]
     module_name, _, path = name.partition(":")
     try:
-        # The working directory comes last, so that no file there hides a module of Python or of a
-        # package. It stays in the path, because a module may import another one when it is called.
+        # The working directory, which "" means in the path, comes last, so that its files hide no
+        # module of Python or of a package. It stays in the path for imports inside functions.
         directory = os.getcwd()
-        if not {"", directory} & {*sys.path}:
+        if "" not in sys.path and directory not in sys.path:
             sys.path.append(directory)
         extension: Any = importlib.import_module(module_name)
     except BaseException as error:  # user code may raise anything, SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
-        # The module itself, or a package above it, is missing; otherwise its code fails.
+        # Is the named module, or a package above it, missing? Otherwise the module's code failed.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             rule = f"there is no module {missing} in {os.getcwd()}, PYTHONPATH or what is installed"
@@ -95,9 +95,9 @@ def raised_at(error: BaseException, owner: object = None) -> str:
     `error`; of the code that does not parse, for a SyntaxError."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    own_file = source_file(owner)
-    frames = [(f, line) for f, line in _frames(error.__traceback__) if not _is_ours(f)]
-    user_frames = [(f, line) for f, line in frames if f == own_file or not _is_installed(f)]
+    owner_file = source_file(owner)  # user code, even if it is installed
+    frames = [(f, line) for f, line in _frames(error.__traceback__) if not _is_of_bigtrain(f)]
+    user_frames = [(f, line) for f, line in frames if f == owner_file or not _is_installed(f)]
     if not frames:
         return location(owner)
     # Without a frame of the user's code, the frame of a library that bigtrain called.
@@ -111,17 +111,19 @@ def user_code_at(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         for file, line in reversed(_frames(cause.__traceback__)):
-            if not _is_ours(file) and not _is_installed(file):
+            if not _is_of_bigtrain(file) and not _is_installed(file):
                 return f"{file}:{line}"
         cause = cause.__cause__
     return ""
 
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, int]]:
+    """Return file and line of the frames of a traceback, from the outermost to the innermost."""
     return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
 
 
-def _is_ours(file: str) -> bool:
+def _is_of_bigtrain(file: str) -> bool:
+    """Return whether a frame's `file` is of bigtrain or of Python's import system."""
     return file.startswith("<frozen ") or Path(file).is_relative_to(_PACKAGE)
 
 
@@ -148,7 +150,8 @@ def location(extension: object) -> str:
         return ""
     linecache.checkcache(file)  # a notebook's cell may have changed
     try:
-        return f"{file}:{inspect.getsourcelines(extension)[1]}"  # type: ignore[arg-type]
+        _, line = inspect.getsourcelines(extension)  # type: ignore[arg-type]
+        return f"{file}:{line}"
     except (OSError, TypeError):
         return file
 
@@ -169,7 +172,7 @@ def call_problem(
     try:
         signature = inspect.signature(function)
         signature.bind(*arguments, **settings)
-    except ValueError:  # of a builtin
+    except ValueError:  # a builtin has no signature to check
         return None
     except TypeError as error:
         rule = (
@@ -182,7 +185,7 @@ def call_problem(
 
 CALLBACK_POINTS = ("start", "step", "evaluation", "checkpoint", "end", "close")
 """Methods of a callback, each called with the run's view."""
-_OTHER_POINTS = {
+_FOREIGN_METHODS = {
     "on_train_begin": "start",
     "on_step_end": "step",
     "on_log": "step",
@@ -193,18 +196,19 @@ _OTHER_POINTS = {
     "on_save_checkpoint": "checkpoint",
     "on_train_end": "end",
 }
-"""Names of other programs (transformers' TrainerCallback, Lightning) for these points."""
+"""Methods of transformers' TrainerCallback and of Lightning, each with the callback point at which
+it is called."""
 
 
 def check_callback(key: str, name: str, callback: Any) -> list[Problem]:
-    """Return the problems of a class (or object) whose methods are called at the points of a run:
-    no method, names of other programs, signatures, the ranks that it runs on."""
+    """Return the problems of a callback's class (or object): it has no method of
+    `CALLBACK_POINTS` or methods of another program, signatures, the ranks that it runs on."""
     defined_at = location(callback if isinstance(callback, type) else type(callback))
     points = ", ".join(CALLBACK_POINTS)
     # Methods of another program would never be called, so they are reported first.
     foreign_methods = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
     if foreign_methods:
-        matching_point = _OTHER_POINTS.get(foreign_methods[0])
+        matching_point = _FOREIGN_METHODS.get(foreign_methods[0])
         rule = f"{foreign_methods[0]} is not called; a callback has methods {points} ({defined_at})"
         remedy = f"rename it to {matching_point}(self, view)" if matching_point else "rename it"
         return [Problem(key, name, rule, remedy)]
@@ -257,6 +261,7 @@ def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> li
     shipped = SHIPPED_CALLBACKS.get(name)
     if shipped is None:
         return _check_class(key, name, settings, check_callback)
+    # The settings, then the first library that is not installed.
     problems = []
     try:
         shipped.settings.model_validate(settings)
@@ -268,7 +273,7 @@ def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> li
     for module in shipped.modules:
         try:
             is_installed = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:  # a package above the module is missing
+        except ModuleNotFoundError:  # the package that contains the module is missing
             is_installed = False
         if not is_installed:
             rule = f"needs {module}, which is not installed"
@@ -278,14 +283,17 @@ def check_callback_class(key: str, name: str, settings: Mapping[str, Any]) -> li
 
 
 def _settings_problem(key: str, shipped: ShippedCallback, detail: dict[str, Any]) -> Problem:
+    """Return the problem of an error of pydantic (`detail`) about a setting of a shipped callback.
+    Values of addresses are secrets, and not in the problem."""
     name = ".".join(map(str, detail["loc"]))
     fields = shipped.settings.model_fields
     if detail["type"] != "extra_forbidden":
         rule = str(detail["msg"]).removeprefix("Value error, ")
         remedy = f"the default: {fields[str(detail['loc'][0])].default!r}"
-        value = None if name.startswith("url") else detail["input"]  # may be an address by mistake
+        # url_env and url_file may hold an address by mistake.
+        value = None if name.startswith("url") else detail["input"]
         return Problem(f"{key}.{name}", value, rule[:1].lower() + rule[1:], remedy)
-    if name == "url" and "url_env" in fields:  # its value is not shown
+    if name == "url" and "url_env" in fields:
         rule = "a webhook's address is a secret, and settings are recorded and logged"
         remedy = f"write it to an environment variable or file, named in {key}.url_env or url_file"
         return Problem(f"{key}.url", None, rule, remedy)
@@ -309,17 +317,20 @@ def is_stream(samples: Any) -> bool:
 
 
 def check_samples(key: str, name: str, samples: Any) -> list[Problem]:
-    """Return the first method that a class (or object) of samples lacks, as a problem; no problem
-    if it has a length and items, or is a stream with a state (`is_stream`)."""
+    """Return the problem of the first method that a class (or object) of samples lacks. It must
+    have a length and items, or be a stream with a state (`is_stream`)."""
     if is_stream(samples):
         return []
+
+    def has_method(method: str) -> bool:
+        return callable(getattr(samples, method, None))
+
     # An iterator without __iter__ is meant as a stream, too.
-    iterates = any(callable(getattr(samples, method, None)) for method in ("__iter__", "__next__"))
-    has_items = all(callable(getattr(samples, method, None)) for method in _MAP_METHODS)
-    is_meant_as_stream = iterates and not has_items
+    iterates = has_method("__iter__") or has_method("__next__")
+    is_meant_as_stream = iterates and not all(map(has_method, _MAP_METHODS))
     required_methods = _STREAM_METHODS if is_meant_as_stream else _MAP_METHODS
     for method in required_methods:
-        if not callable(getattr(samples, method, None)):
+        if not has_method(method):
             defined_at = location(samples if isinstance(samples, type) else type(samples))
             remedy = f"def {method}(self, ...)"
             if is_meant_as_stream:
@@ -329,8 +340,8 @@ def check_samples(key: str, name: str, samples: Any) -> list[Problem]:
 
 
 def check_model_class(key: str, name: str, known_types: Container[str]) -> list[Problem]:
-    """Return the problems of a model class of the user: import, and what transformers' models have.
-    `known_types`: model types of transformers."""
+    """Return the problems of a model class of the user: import, ``from_pretrained``, and a
+    model_type that is not one of transformers' (`known_types`)."""
     try:
         model_class = import_named(key, name)
     except ConfigError as error:
@@ -357,8 +368,8 @@ def check_model_class(key: str, name: str, known_types: Container[str]) -> list[
 def check_schedule(
     key: str, name: str, settings: Mapping[str, Any], total_steps: int | None
 ) -> list[Problem]:
-    """Return the problems of a learning-rate schedule of the user: import, signature, and the value
-    of every step of the run, unless their number is not known yet."""
+    """Return the problems of a learning-rate schedule of the user: import, signature, and the
+    factor at every step of the run, unless `total_steps` is not known yet (None)."""
     try:
         function = import_named(key, name)
     except ConfigError as error:
@@ -369,8 +380,10 @@ def check_schedule(
         return [problem]
     if total_steps is None:
         return []
-    fault = _schedule_fault(function, json.dumps(settings), total_steps)
-    return [] if fault is None else [Problem(key, name, *fault)]
+    if (fault := _schedule_fault(function, json.dumps(settings), total_steps)) is None:
+        return []
+    rule, remedy = fault
+    return [Problem(key, name, rule, remedy)]
 
 
 @functools.lru_cache(maxsize=8)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bigtrain.errors import Problem
+from bigtrain.settings.degrees import largest_divisor
 from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.hub_cache import cached_hub_file, is_hub_name
 from bigtrain.system.shipped_files import published_configuration
@@ -36,7 +37,7 @@ _JSON_TYPES: dict[str, type] = {
     "object": dict,
     "null": type(None),
 }
-_FIGURES = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+_DIMENSION_KEYS = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that architectures have for the number of experts of a layer."""
 CHOSEN_EXPERTS = (
@@ -50,16 +51,16 @@ CHOSEN_EXPERTS = (
 """Names that architectures have for the number of experts that a token is routed to."""
 _MTP_LAYERS = "num_mtp_layers"
 HEAD_PROJECTIONS = frozenset(("q_proj", "query_key_value", "q_b_proj", "kv_b_proj"))
-"""Projections to all query heads, where tensor parallelism divides their outputs; the last two of
-attention with low-rank queries and key-values."""
+"""Projections whose outputs, for all query heads, tensor parallelism divides; q_b_proj and
+kv_b_proj belong to attention with low-rank queries and key-values."""
 KEY_HEAD_PROJECTIONS = frozenset(("k_proj",))
-_AT_LEAST_ONE = (*_FIGURES, "vocab_size", "hidden_size", "intermediate_size")
+_POSITIVE_KEYS = (*_DIMENSION_KEYS, "vocab_size", "hidden_size", "intermediate_size")
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys with the ids of tokens that begin and end texts, and pad them."""
 MAX_PADDING_ROWS = 1024
 """Rows of an embedding beyond the tokenizer's vocabulary: it is padded to multiples of at most
 this for speed and tensor parallelism; more indicates a different tokenizer."""
-_LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)
+_LAYER_DROP = re.compile(r"layer_?drop(?!out)", re.IGNORECASE)  # not layer_dropout, a dropout rate
 _NO_OVERRIDES: Mapping[str, Any] = {}
 _NAME_A_MODEL = "name a directory of a Hugging Face model, or a model of the hub"
 _MERGE = "the model with its adapters merged in: `bigtrain export --merge` of the adapters' run"
@@ -69,11 +70,11 @@ _MERGE = "the model with its adapters merged in: `bigtrain export --merge` of th
 class ModelDimensions:
     """Dimensions of a model, known before it is built; None if unknown.
 
-    cut_heads, cut_key_heads: query and key-value heads, where tensor-parallel ranks divide them.
+    cut_heads, cut_key_heads: query and key-value heads, if tensor-parallel ranks divide them.
     has_tensor_plan: transformers has a tensor-parallel plan for its layers.
     num_experts: routed experts of a layer. num_mtp_layers: layers for multi-token prediction that
-    transformers builds for the architecture. unused_positions: of max_position_embeddings, before
-    the position of the first token.
+    transformers builds for the architecture. unused_positions: rows of max_position_embeddings
+    before the position of the first token.
     """
 
     num_attention_heads: int | None = None
@@ -89,16 +90,18 @@ class ModelDimensions:
     @property
     def num_positions(self) -> int | None:
         """Tokens of the longest sample; None if unknown."""
-        longest = self.max_position_embeddings
-        return None if longest is None else longest - (self.unused_positions or 0)
+        num_rows = self.max_position_embeddings
+        return None if num_rows is None else num_rows - (self.unused_positions or 0)
 
 
 @functools.cache
 def key_table() -> Mapping[str, Any]:
-    """Return the table: ``transformers_version`` and ``model_types``, each with its ``module``,
-    ``keys`` (to JSON types), ``aliases``, ``defaults``, ``cut``, the dimensions that
-    tensor-parallel ranks shard (null: transformers has no plan), and ``positions_after``, the
-    default of the padding, where position numbers begin after the id of the padding."""
+    """Return the table: ``transformers_version`` and ``model_types``.
+
+    Each type has ``module``, ``keys`` (with JSON types, joined by ``|``; empty: any),
+    ``aliases``, ``defaults`` (null: the class computes the value), ``cut`` (dimensions that
+    tensor-parallel ranks shard; null: transformers has no plan), and ``positions_after`` (the
+    default padding id, if position numbers begin after the padding id)."""
     path = Path(__file__).with_name("hf_config_keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
@@ -111,73 +114,83 @@ def inspect_configuration(section: ModelSection) -> tuple[ModelDimensions, list[
     recipes or is in the Hub's cache.
     """
     problems: list[Problem] = []
-    written: Mapping[str, Any]
+    configuration: Mapping[str, Any]
     model_types = key_table()["model_types"]
 
-    # The configuration, and whether transformers has a causal LM of its type. A class of the
-    # user defines the type.
+    # Read the configuration, and check that transformers has a causal LM of the type, unless
+    # model.type names a class of the user, which defines the type.
     if isinstance(section.config, dict):
-        label, written = "model.config", section.config
-        model_type = written.get("model_type")
-        if not section.type and model_type not in model_types and _is_table_of_release():
+        label, configuration = "model.config", section.config
+        model_type = configuration.get("model_type")
+        if not section.type and model_type not in model_types and _table_matches_installed():
             close = difflib.get_close_matches(str(model_type), model_types, n=3)
             remedy = f"did you mean {' or '.join(close)}?" if close else ""
             rule = "unknown type of causal LM in transformers"
             problems.append(Problem("model.config.model_type", model_type, rule, remedy))
     else:
-        label, written, problems = _read(section)
-        if written and not section.type:
+        label, configuration, problems = _read_configuration(section)
+        if configuration and not section.type:
             key = "model.path" if section.path is not None else "model.config"
-            if written.get("model_type") not in model_types and _is_table_of_release():
-                problems.append(not_causal(written, key, str(section.path or section.config)))
+            if configuration.get("model_type") not in model_types and _table_matches_installed():
+                problems.append(not_causal(configuration, key, str(section.path or section.config)))
 
-    # Keys and values that the run sets; those in a file are the model's own.
-    values = {**written, **section.overrides}
+    # Check the keys that the run sets; the keys of a config.json are the model's own.
+    values = {**configuration, **section.overrides}
     model_type = values.get("model_type")
     type_entry = model_types.get(model_type) if isinstance(model_type, str) else None
-    if label == "model.config":
-        problems += _check_values(written, label, model_type, type_entry)
+    if isinstance(section.config, dict):
+        problems += _check_values(section.config, "model.config", model_type, type_entry)
     problems += _check_values(section.overrides, "model.overrides", model_type, type_entry)
     problems += check_layer_drop(values, label, section.overrides)
 
-    # Ids of the run must be in the vocabulary, unless the number of rows is unknown, or grows to
-    # the vocabulary of the data.
-    text = values.get("text_config")
-    part: Mapping[str, Any] = text if isinstance(text, Mapping) else values
+    # Token ids of the run must be in the vocabulary. Its size may be unknown, and with
+    # model.vocabulary it grows to the tokenizer of the data.
+    text_values = _text_values(values)
     alias = type_entry["aliases"].get("vocab_size", "") if type_entry else ""
-    num_rows = part.get("vocab_size", part.get(alias))
+    num_rows = text_values.get("vocab_size", text_values.get(alias))
     if type(num_rows) is int and section.vocabulary is None:
         for entry in given_ids(section):
             problems += outside_vocabulary(entry, num_rows)
-    if problems or not written:
+    if problems or not configuration:
         return ModelDimensions(), problems
-    dimensions, problems = _figures(values, label, type_entry)
-    if section.type:  # a class of the user may have a plan of its own
+    dimensions, problems = _read_dimensions(values, label, type_entry)
+    if section.type:  # a class of the user may have a separate plan
         dimensions = replace(dimensions, has_tensor_plan=None)
     return dimensions, problems
+
+
+def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a configuration; `values` if it has no parts."""
+    nested = values.get("text_config")
+    return nested if isinstance(nested, Mapping) else values
 
 
 def written_configuration(section: ModelSection) -> dict[str, Any]:
     """Return the model's config.json with the run's overrides; empty for a hub name that neither a
     recipe nor the Hub's cache has."""
-    written = section.config if isinstance(section.config, dict) else _read(section)[1]
-    return {**written, **section.overrides} if written else {}
+    if isinstance(section.config, dict):
+        configuration: Mapping[str, Any] = section.config
+    else:
+        _, configuration, _ = _read_configuration(section)
+    return {**configuration, **section.overrides} if configuration else {}
 
 
-def _read(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]:
-    """Path and contents of the local configuration; empty contents if there is none."""
+def _read_configuration(section: ModelSection) -> tuple[str, Mapping[str, Any], list[Problem]]:
+    """Return the path of the local config.json, or else the key of the setting; its contents, empty
+    if there is none; and problems."""
     key = "model.path" if section.path is not None else "model.config"
     source = Path(str(section.path if section.path is not None else section.config))
     path = source / "config.json" if source.is_dir() else source
     if section.path is not None and source.is_file():
         rule = "is a file, and a run starts from the directory of a model"
         return key, {}, [Problem(key, str(source), rule, f"its directory, such as {source.parent}")]
+    # A hub model's configuration may ship with the recipes, or be in the Hub's cache.
     if not source.exists() and not source.is_absolute():
         path = published_configuration(str(source))
         if not path.is_file() and is_hub_name(str(source)):
             path = cached_hub_file(str(source), "config.json") or path
     if not path.is_file() and not source.is_dir():
-        return key, {}, []
+        return key, {}, []  # `missing_model` reports a path that does not exist
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(tree, dict):
@@ -213,10 +226,14 @@ def not_causal(written: Mapping[str, Any], key: str, source: str) -> Problem:
     if not isinstance(model_type, str):
         rule = "its config.json has no model_type, by which transformers finds its class"
         return Problem(key, source, rule, _NAME_A_MODEL)
-    parts = [name.removesuffix("_config") for name in written if name.endswith("_config")]
-    composite = [name for name in parts if isinstance(written[f"{name}_config"], Mapping)]
-    if len(composite) > 1 or "text" in composite:
-        description = f"is composed of parts ({', '.join(sorted(composite))})"
+    # A multimodal model has a configuration for each part: text_config, vision_config, ...
+    modalities = [
+        name.removesuffix("_config")
+        for name, value in written.items()
+        if name.endswith("_config") and isinstance(value, Mapping)
+    ]
+    if len(modalities) > 1 or "text" in modalities:
+        description = f"is composed of parts ({', '.join(sorted(modalities))})"
         remedy = "a text-only model of the same family, or save its language part as one"
     else:
         description, remedy = "is not a type of causal language model", _NAME_A_MODEL
@@ -229,16 +246,14 @@ def check_layer_drop(
 ) -> list[Problem]:
     """Return problems of a configuration that skips layers at random.
 
-    Each rank draws for itself: a rank that skips a layer has no gradients of the parameters, and
-    does not join the collectives of the ranks that compute the layer. values: the configuration;
-    label: its name in problems; overrides: the part of `values` that the run sets. Names:
-    `layerdrop`, `decoder_layerdrop` and similar ones, in the language model's part.
+    Each rank draws for itself: a rank that skips a layer has no gradients for the layer's
+    parameters, and does not join the collectives of the ranks that compute the layer. values: the
+    configuration; label: its name in problems; overrides: the keys of `values` that the run sets.
+    Checked keys: `layerdrop`, `decoder_layerdrop` and similar ones, of the language model.
     """
-    text = values.get("text_config")
-    is_nested = isinstance(text, Mapping)
-    part: Mapping[str, Any] = text if isinstance(text, Mapping) else values
+    is_nested = isinstance(values.get("text_config"), Mapping)
     problems = []
-    for name, value in part.items():
+    for name, value in _text_values(values).items():
         if not _LAYER_DROP.search(str(name)) or value in (0, None):
             continue
         key = f"{label}.text_config.{name}" if is_nested else f"{label}.{name}"
@@ -252,7 +267,7 @@ def check_layer_drop(
 
 @dataclass(frozen=True)
 class GivenId:
-    """Value of one of `TEXT_IDS` that the run sets, and its key in the run YAML."""
+    """Value of a key of `TEXT_IDS` that the run sets, and its key in the run YAML."""
 
     name: str
     key: str
@@ -265,7 +280,7 @@ class GivenId:
 
 
 def listed_ids(value: object) -> list[int]:
-    """Return the ids in the value of one of `TEXT_IDS`: an id, a list of ids, or null."""
+    """Return the ids in the value of a key of `TEXT_IDS`: an id, a list of ids, or null."""
     ids = value if isinstance(value, list | tuple) else [value]
     return [number for number in ids if type(number) is int]
 
@@ -277,18 +292,15 @@ def given_ids(section: ModelSection) -> list[GivenId]:
         if not isinstance(values, Mapping):
             continue  # the name of a configuration
         nested = values.get("text_config")
-        parts = {key: values, f"{key}.text_config": nested if isinstance(nested, Mapping) else {}}
-        run_ids += [
-            GivenId(name, f"{section_key}.{name}", part[name])
-            for section_key, part in parts.items()
-            for name in TEXT_IDS
-            if name in part
-        ]
+        nested = nested if isinstance(nested, Mapping) else {}
+        for prefix, settings in ((key, values), (f"{key}.text_config", nested)):
+            names = [name for name in TEXT_IDS if name in settings]
+            run_ids += [GivenId(name, f"{prefix}.{name}", settings[name]) for name in names]
     return run_ids
 
 
 def outside_vocabulary(entry: GivenId, num_rows: int) -> list[Problem]:
-    """Return the problem of an id of the run that is none of `num_rows` tokens."""
+    """Return the problem of a token id that is not in a vocabulary of `num_rows` tokens."""
     outside_ids = [number for number in entry.ids if not 0 <= number < num_rows]
     if not outside_ids:
         return []
@@ -305,40 +317,45 @@ def _check_values(
     model_type: object,
     type_entry: Mapping[str, Any] | None,
 ) -> Iterator[Problem]:
+    """Yield problems of the keys that the run sets in `section`: values that are not JSON, JSON
+    types that the model's configuration class refuses, and unknown keys."""
     for name, value in values.items():
         key = f"{section}.{name}"
-        wrong = list(_not_json(value, key))
-        yield from wrong
-        if wrong or type_entry is None or name == "model_type":
+        json_problems = list(_json_problems(value, key))
+        yield from json_problems
+        if json_problems or type_entry is None or name == "model_type":
             continue
         if name in type_entry["keys"]:
             json_types = type_entry["keys"][name]
-            classes = [_JSON_TYPES[json_type] for json_type in json_types.split("|") if json_type]
-            if classes and type(value) not in classes:
+            python_types = [
+                _JSON_TYPES[json_type] for json_type in json_types.split("|") if json_type
+            ]
+            if python_types and type(value) not in python_types:
                 remedy = f"write {value}.0" if type(value) is int and "number" in json_types else ""
                 rule = f"must be of JSON type {json_types.replace('|', ' or ')}"
                 yield Problem(key, value, rule, remedy)
-        elif not _source_reads(type_entry["module"], name):
+        elif not _source_mentions(type_entry["module"], name):
             close = difflib.get_close_matches(str(name), type_entry["keys"], n=1)
             remedy = f"did you mean {section}.{close[0]}?" if close else ""
             shown_value = None if isinstance(value, dict) else value
             yield Problem(key, shown_value, f"model_type {model_type} has no such key", remedy)
 
 
-def _not_json(value: object, key: str) -> Iterator[Problem]:
+def _json_problems(value: object, key: str) -> Iterator[Problem]:
+    """Yield problems of values, at any depth, that JSON does not have."""
     if isinstance(value, Mapping):
         for name, item in value.items():
-            yield from _not_json(item, f"{key}.{name}")
+            yield from _json_problems(item, f"{key}.{name}")
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _not_json(item, f"{key}.{index}")
+            yield from _json_problems(item, f"{key}.{index}")
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(key, value, "must be a finite number")
     elif not isinstance(value, (str, int, float, type(None))):
         yield Problem(key, value, "is not a JSON value", "write a number, a text or a list")
 
 
-def _source_reads(module: str, name: str) -> bool:
+def _source_mentions(module: str, name: str) -> bool:
     """Return whether the installed source of the architecture mentions `name`.
 
     Some models read keys that published checkpoints have and their configuration class does not
@@ -348,83 +365,85 @@ def _source_reads(module: str, name: str) -> bool:
     if spec is None or spec.origin is None:
         return False
     modules = [module.replace(".configuration_", ".modeling_")]
-    if not _is_table_of_release():
+    if not _table_matches_installed():
         modules.append(module)
-    for name_of_module in modules:
-        path = Path(spec.origin).parent.joinpath(*name_of_module.split("."))
+    name_pattern = rf"\b{re.escape(str(name))}\b"
+    for module_name in modules:
+        path = Path(spec.origin).parent.joinpath(*module_name.split("."))
         source = path.with_suffix(".py")
-        if not source.is_file():
-            continue
-        if re.search(rf"\b{re.escape(str(name))}\b", source.read_text(encoding="utf-8")):
+        if source.is_file() and re.search(name_pattern, source.read_text(encoding="utf-8")):
             return True
     return False
 
 
 @functools.cache
-def _is_table_of_release() -> bool:
+def _table_matches_installed() -> bool:
+    """Return whether the table is of the installed transformers' version."""
     try:
         installed = importlib.metadata.distribution("transformers")
     except importlib.metadata.PackageNotFoundError:  # a login node without it
         return True
-    # Its `version` would parse the file, with the description, as an email.
+    # `installed.version` would parse all of METADATA, with the long description, as an email.
     header = (installed.read_text("METADATA") or "").partition("\n\n")[0]
     return f"Version: {key_table()['transformers_version']}" in header.splitlines()
 
 
-def _figures(
+def _read_dimensions(
     values: Mapping[str, Any], label: str, type_entry: Mapping[str, Any] | None
 ) -> tuple[ModelDimensions, list[Problem]]:
     """Return the dimensions of the language model in a configuration (`get_text_config`)."""
-    # A composite configuration has the language model's keys in a part with another type.
-    text = values.get("text_config")
+    # A multimodal configuration has the language model's keys in text_config, with another type.
     text_entry = type_entry
-    if isinstance(text, Mapping):
-        values, label = text, f"{label}.text_config"
-        text_entry = key_table()["model_types"].get(text.get("model_type"))
+    if isinstance(values.get("text_config"), Mapping):
+        values, label = values["text_config"], f"{label}.text_config"
+        text_entry = key_table()["model_types"].get(values.get("model_type"))
     aliases = text_entry["aliases"] if text_entry else {}
+    # For a multimodal type the table has the defaults of the language model.
     defaults = type_entry["defaults"] if type_entry else {}
     problems: list[Problem] = []
     dimensions: dict[str, Any] = {}
-    for key in _AT_LEAST_ONE:
+    for key in _POSITIVE_KEYS:
         name = next((n for n in (key, aliases.get(key)) if n in values), None)
         value = defaults.get(key) if name is None else values[name]
-        if type(value) is not int or (key in defaults and defaults[key] is None):
+        is_computed = key in defaults and defaults[key] is None  # by the class, whatever is written
+        if type(value) is not int or is_computed:
             continue
         # The width of a dense layer has no meaning where all layers may be sparse.
         is_unused = key == "intermediate_size" and any(type(values.get(e)) is int for e in EXPERTS)
         if value < 1 and not is_unused:
             problems.append(Problem(f"{label}.{name}", value, "must be at least 1", "nearest: 1"))
-        elif key in _FIGURES:
+        elif key in _DIMENSION_KEYS:
             dimensions[key] = value
 
+    # Position numbers may begin after the padding id, as in RoBERTa.
     if text_entry is not None and "positions_after" in text_entry:
-        padding = values.get("pad_token_id", text_entry["positions_after"])
-        if type(padding) is int:
-            dimensions["unused_positions"] = padding + 1
+        padding_id = values.get("pad_token_id", text_entry["positions_after"])
+        if type(padding_id) is int:
+            dimensions["unused_positions"] = padding_id + 1
 
     # Query heads share key-value heads in groups of equal size.
     heads, key_heads = dimensions.get("num_attention_heads"), values.get("num_key_value_heads")
     if type(key_heads) is int and heads is not None and (key_heads < 1 or heads % key_heads):
-        nearest = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(key_heads, 1))
+        nearest = largest_divisor(heads, max(key_heads, 1))
         rule = f"num_attention_heads = {heads} must be a multiple of it"
         key = f"{label}.num_key_value_heads"
         problems.append(Problem(key, key_heads, rule, f"nearest: {nearest}"))
 
     # Heads that tensor parallelism divides, experts, and layers for multi-token prediction.
     tp_dimensions = (text_entry["cut"] or []) if text_entry else []
-    if text_entry is not None and _is_table_of_release():
+    if text_entry is not None and _table_matches_installed():
         dimensions["has_tensor_plan"] = text_entry["cut"] is not None
     if "num_attention_heads" in tp_dimensions:
         dimensions["cut_heads"] = heads
-    # Not the default, which many classes derive from the number of heads.
+    # Only a written number of key heads: many classes derive the default from the number of heads.
     if "num_key_value_heads" in tp_dimensions and type(key_heads) is int and key_heads > 0:
         dimensions["cut_key_heads"] = key_heads
-    experts = [values[name] for name in EXPERTS if type(values.get(name)) is int]
-    if experts and experts[0] > 0:
-        dimensions["num_experts"] = experts[0]
+    expert_counts = [values[name] for name in EXPERTS if type(values.get(name)) is int]
+    if expert_counts and expert_counts[0] > 0:
+        dimensions["num_experts"] = expert_counts[0]
     if text_entry:
         names = (_MTP_LAYERS, text_entry["aliases"].get(_MTP_LAYERS))
-        written_counts = [values[name] or 0 for name in names if name in values]
+        written_counts = [values[name] or 0 for name in names if name in values]  # null: 0
         if _MTP_LAYERS not in text_entry["keys"]:
             dimensions[_MTP_LAYERS] = 0
         elif written_counts and type(written_counts[0]) is int:  # a default is unknown

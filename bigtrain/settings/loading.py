@@ -31,6 +31,8 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars (1e-4 is a number, off is a word), and no duplicate keys."""
 
 
+# SafeLoader has YAML 1.1 patterns, by the first character of a scalar. Replace the
+# patterns of numbers with an exponent and of words that are true or false.
 _Loader.yaml_implicit_resolvers = {
     first: [
         (tag, pattern)
@@ -70,7 +72,8 @@ _SHOWN_COLUMNS = 80
 """Columns that an error shows of a line that cannot be read."""
 
 
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+def _mapping_without_duplicates(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    """Return the data of a mapping. Raises ConstructorError for a key that is written twice."""
     keys: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
@@ -82,7 +85,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     return loader.construct_mapping(node, deep=True)
 
 
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping_without_duplicates)
 
 
 def recipe_names() -> list[str]:
@@ -98,12 +101,12 @@ def find_config(name_or_path: str) -> Path:
     recipe = recipes() / f"{name_or_path}.yaml"
     if recipe.is_file():
         return recipe
-    # Files with similar names in that directory, then recipes.
-    similar_files: list[str] = []
+    # Suggest a file of the directory with a similar name, else a recipe.
+    close: list[str] = []
     if path.suffix and path.parent.is_dir() and not path.is_dir():
         names = [file.name for file in path.parent.iterdir() if file.is_file()]
-        similar_files = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
-    close = [str(path.parent / name) for name in similar_files]
+        similar_names = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+        close += [str(path.parent / name) for name in similar_names]
     close += difflib.get_close_matches(name_or_path, recipe_names(), n=1)
     remedy = f"did you mean {close[0]}? " if close else ""
     rule = "is a directory" if path.is_dir() else "neither a file nor the name of a recipe"
@@ -112,7 +115,8 @@ def find_config(name_or_path: str) -> Path:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Return `text` as YAML 1.2 data. Raises ConfigError with file and line where it is not."""
+    """Return `text` as YAML 1.2 data. Raises ConfigError with the line of a syntax error in
+    `source`, the file or override that has the text."""
     try:
         return yaml.load(text, Loader=_Loader)
     # ValueError: a date or an integer that Python does not have. TypeError: a list as a key.
@@ -120,27 +124,28 @@ def parse_yaml(text: str, source: str) -> Any:
         remedy = "correct the value" if "\n" not in text else "correct the line"
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         reason = getattr(error, "problem", None) or getattr(error, "reason", None)
-        if mark is None or reason is None:
-            position, rule = "", one_line(error, None)
-        else:
-            # An unexpected end is reported after the last line.
+        position, rule = "", one_line(error, None)
+        if mark is not None and reason is not None:
+            # The mark of an unexpected end is after the last line.
             lines = text.splitlines() or [""]
-            number = min(mark.line, len(lines) - 1)
+            index = min(mark.line, len(lines) - 1)
+            line = lines[index].strip()
+            ellipsis = "..." if len(line) > _SHOWN_COLUMNS else ""
             context = getattr(error, "context", None)
-            position = f" line {number + 1}, column {mark.column + 1}"
             rule = f"{context}: {reason}" if context else str(reason)
-            odd_spaces = [name for space, name in _ODD_SPACES.items() if space in lines[number]]
+            rule = f"{rule}: {line[:_SHOWN_COLUMNS]!r}{ellipsis}"
+            position = f" line {index + 1}, column {mark.column + 1}"
+            odd_spaces = [name for space, name in _ODD_SPACES.items() if space in lines[index]]
             if odd_spaces:
                 remedy = f"write spaces instead of {' and '.join(odd_spaces)}"
-            line = lines[number].strip()
-            rule = f"{rule}: {line[:_SHOWN_COLUMNS]!r}{'...' * (len(line) > _SHOWN_COLUMNS)}"
         raise ConfigError(
             Problem(f"YAML of {source}{position}", None, rule, remedy), source
         ) from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Problem]:
-    """Write `section.key=value` strings into `tree`, in order; the value is read as YAML."""
+    """Write `section.key=value` strings into `tree`, in order; the value is read as YAML. Return
+    the problems of strings that are not overrides, which are not written."""
     problems = []
     words = list(overrides)
     for number, override in enumerate(words):
@@ -148,9 +153,15 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Prob
         keys = path.split(".")
         if not separator or not all(keys) or is_address(path):
             if override.startswith("=") and number and "=" not in words[number - 1]:
-                continue  # a value after a space: the problem of the word before names it
+                continue  # `key =value`: the problem of the word `key` names both
             following = words[number + 1] if number + 1 < len(words) else ""
-            fix = _what_was_meant(override, following)
+            fix = "write section.key=value"
+            if following.startswith("=") and "=" not in override:
+                fix = f"write {override}{following}, without spaces"
+            elif override.endswith((".yaml", ".yml")):
+                fix = f"--config {override}"
+            elif override.endswith(".json"):
+                fix = f"--deepspeed_config {override}"
             problems.append(Problem(override, None, "is not an override", fix))
             continue
         try:
@@ -170,17 +181,6 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[Prob
     return problems
 
 
-def _what_was_meant(word: str, following: str) -> str:
-    """Return the fix for a word that is not an override."""
-    if following.startswith("=") and "=" not in word:
-        return f"write {word}{following}, without spaces"
-    if word.endswith((".yaml", ".yml")):
-        return f"--config {word}"
-    if word.endswith(".json"):
-        return f"--deepspeed_config {word}"
-    return "write section.key=value"
-
-
 def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run that a YAML file or recipe and its overrides describe.
 
@@ -196,8 +196,9 @@ def load_run_config(name_or_path: str, overrides: Sequence[str] = ()) -> RunConf
         raise ConfigError(
             Problem("YAML", tree, "the file must hold sections", "begin with `model:`"), str(path)
         )
-    # Another trainer's file: one problem, not one for each key.
-    sections = sorted(tree.keys() & RunConfig.model_fields.keys() - {"seed"})
+    # A file of another trainer gets one problem, not a problem of every key. It may have up to one
+    # key that is also a section's name, and a seed.
+    sections = sorted((tree.keys() & RunConfig.model_fields.keys()) - {"seed"})
     if len(sections) <= 1 and len(tree) - len(sections) > 2:
         section_name = sections[0] if sections else "none"
         rule = f"is no run: of its {len(tree)} keys, {section_name} is a section"
@@ -218,48 +219,48 @@ def parse_run_config(
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
-        problems.extend(_problems_of(error.errors()))
+        problems.extend(_problems_of_values(error.errors()))
     if problems:
         raise ConfigError(problems, f"{source} and the command line" if overrides else source)
     return config
 
 
-def _problems_of(details: Iterable[Any]) -> list[Problem]:
-    """Return one problem for each value that errors of pydantic are about: the branches of a union
-    each have an error of its value."""
-    branches_of_key: dict[str, list[tuple[int, Problem]]] = {}
+def _problems_of_values(details: Iterable[Any]) -> list[Problem]:
+    """Return one problem for each wrong value. pydantic reports an error of the value for every
+    branch of a union: these errors are joined."""
+    # For each key: the length of the error's location, and the error as a problem.
+    errors_of_key: dict[str, list[tuple[int, Problem]]] = {}
     for detail in details:
-        problem = _problem_of(detail)
-        branches_of_key.setdefault(problem.key, []).append((len(detail["loc"]), problem))
+        problem = _problem_of_error(detail)
+        errors_of_key.setdefault(problem.key, []).append((len(detail["loc"]), problem))
     problems = []
-    for branches in branches_of_key.values():
-        # A branch that has looked into a list is the intended branch.
-        depth = max(branch_depth for branch_depth, _ in branches)
-        deepest = [problem for branch_depth, problem in branches if branch_depth == depth]
-        values: dict[str, list[Problem]] = {}
-        for problem in deepest:
-            values.setdefault(repr(problem.value), []).append(problem)
-        for duplicates in values.values():
-            rule = ", or ".join(dict.fromkeys(problem.rule for problem in duplicates))
-            suggestions = [p.remedy for p in duplicates if p.remedy.startswith("did you mean")]
-            remedies = suggestions or [problem.remedy for problem in duplicates]
-            problems.append(Problem(duplicates[0].key, duplicates[0].value, rule, remedies[-1]))
+    for errors in errors_of_key.values():
+        # The branch of a union with the deepest location, as an item of a list, is intended.
+        max_depth = max(depth for depth, _ in errors)
+        errors_of_value: dict[str, list[Problem]] = {}
+        for depth, problem in errors:
+            if depth == max_depth:
+                errors_of_value.setdefault(repr(problem.value), []).append(problem)
+        for branches in errors_of_value.values():
+            rule = ", or ".join(dict.fromkeys(problem.rule for problem in branches))
+            suggestions = [p.remedy for p in branches if p.remedy.startswith("did you mean")]
+            remedies = suggestions or [problem.remedy for problem in branches]
+            problems.append(Problem(branches[0].key, branches[0].value, rule, remedies[-1]))
     return problems
 
 
-def _problem_of(detail: Any) -> Problem:
+def _problem_of_error(detail: Any) -> Problem:
     """Return the problem of an error of pydantic, with the key as the YAML has it."""
-    # A location of pydantic also names branches of unions, which follow the last field that is a
-    # section. Numbers are indices into lists of sections.
+    # pydantic's location goes on, after the last field that is not a section, with names of a
+    # union's branches, which are not keys. Numbers are indices into lists of sections.
     location: list[str] = []
     section: type[Section] | None = RunConfig
     for part in detail["loc"]:
         if section is None and isinstance(part, str):
             break
         location.append(str(part))
-        if section is not None and isinstance(part, str):
-            field = section.model_fields.get(part)
-            section = section_of(field.annotation) if field else None
+        if isinstance(part, str):
+            section = _inner_section(section, part)
     key = ".".join(location) or "run"
 
     # Unknown and missing keys.
@@ -270,29 +271,36 @@ def _problem_of(detail: Any) -> Problem:
         remedy = f"{_suggestion(location)}known here: {', '.join(_fields_at(location[:-1]))}"
         return Problem(key, input_value, "unknown key", remedy)
     if detail["type"] == "missing":
-        members = _settings_to_write(key)
-        overrides = " ".join(f"{name}=VALUE" for name in members)
-        fix = f"add {' and '.join(members)} to the file or as {overrides}"
+        settings = _settings_to_write(key)
+        overrides = " ".join(f"{setting}=VALUE" for setting in settings)
+        fix = f"add {' and '.join(settings)} to the file or as {overrides}"
         return Problem(key, None, "is required", fix)
 
-    # Values: the fix is the choice that is meant, or follows from the kind of error.
+    # Wrong values: the fix follows from the type of the error, or is the choice that is meant.
     rule = str(detail["msg"]).removeprefix("Value error, ")
     value = None if isinstance(input_value, (dict, BaseModel)) else input_value
-    remedy = _what_to_write(detail, key)
+    remedy = _value_fix(detail, key)
     if rule.startswith("Input should be '"):
         choices = re.findall(r"'([^']*)'", rule)
         name = str(value).lower()
-        close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+        # Another way to write a choice, else a similar choice.
         nearest = word_for_switch(value, choices) or _ALSO_KNOWN_AS.get(name)
         if nearest not in choices:
+            close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
             nearest = close[0] if close else None
         remedy = f"did you mean {nearest}?" if nearest else "write one of these"
-    for words, plain in _PLAIN_RULES:
-        rule = re.sub(words, plain, rule)
+    for pydantic_rule, yaml_rule in _RULES_IN_YAML_WORDS:
+        rule = re.sub(pydantic_rule, yaml_rule, rule)
     return Problem(key, value, rule[:1].lower() + rule[1:], remedy)
 
 
-_PLAIN_RULES = (
+def _inner_section(section: type[Section] | None, name: str) -> type[Section] | None:
+    """Return the section that the field `name` of `section` holds; None for any other field."""
+    field = section.model_fields.get(name) if section else None
+    return section_of(field.annotation) if field else None
+
+
+_RULES_IN_YAML_WORDS = (
     (r"Input should be a valid dictionary or instance of \w+", "must be a section with settings"),
     (r"Input should be a valid tuple", "must be a list"),
     (r"Input should be a valid number, unable to parse string as a number", "must be a number"),
@@ -300,16 +308,15 @@ _PLAIN_RULES = (
     (r"Input should be a valid integer, got a number .*", "must be a whole number"),
     (r"Tuple should have at (most|least) (\d+) items? after validation, not", r"must have \2, not"),
 )
-"""Texts of pydantic in the words of a YAML's reader."""
+"""Rules in the words of pydantic (patterns), and in the words of a YAML's reader."""
 
 
 def _settings_to_write(key: str) -> list[str]:
-    """Return the settings that give `key` a value: of a section the required settings, or the
-    first setting of a section without required ones; of any other key the key itself."""
+    """Return the settings to write so that `key` has a value: the required settings of a section,
+    else its first setting; for a key that is not a section, the key itself."""
     section: type[Section] | None = RunConfig
     for name in key.split("."):
-        field = section.model_fields.get(name) if section else None
-        section = section_of(field.annotation) if field else None
+        section = _inner_section(section, name)
     if section is None:
         return [key]
     required = [name for name, field in section.model_fields.items() if field.is_required()]
@@ -317,9 +324,9 @@ def _settings_to_write(key: str) -> list[str]:
     return [f"{key}.{name}" for name in settings]
 
 
-def _what_to_write(detail: Any, key: str) -> str:
+def _value_fix(detail: Any, key: str) -> str:
     """Return the fix for a value of a wrong type or out of bounds; empty for any other."""
-    error_type, bounds = detail["type"], detail.get("ctx", {})
+    error_type, bounds = detail["type"], detail.get("ctx", {})  # as {"ge": 1}
     if error_type == "model_type":
         settings = ", ".join(f"{name}=VALUE" for name in _settings_to_write(key))
         return f"write its settings: {settings}"
@@ -330,8 +337,8 @@ def _what_to_write(detail: Any, key: str) -> str:
         length = bounds.get("max_length", bounds.get("min_length"))
         return f"write {length} values in a list: {key}=[a, b]"
     if error_type == "int_from_float":
-        below = math.floor(detail["input"])
-        return f"nearest: {below} or {below + 1}"
+        floor = math.floor(detail["input"])
+        return f"nearest: {floor} or {floor + 1}"
     if error_type.startswith(("int_", "float_")):
         return f"write a number: {key}={'1' if error_type.startswith('int_') else '0.1'}"
     if error_type in ("greater_than_equal", "less_than_equal"):
@@ -343,35 +350,38 @@ def _what_to_write(detail: Any, key: str) -> str:
 
 
 def _suggestion(location: Sequence[str]) -> str:
-    """Return a suggestion for the unknown key at `location`: a field that another program calls so,
-    a field of another section, or a similar name."""
+    """Return a suggestion for the unknown key at `location`: the field for which another program
+    has this name, a field of another section, or a similar name."""
     name, parent = location[-1], location[:-1]
     if instead := why_no_field(name):
         return f"{instead}; "
     field_name = field_known_as(name)
     if field_name is None:
-        homes = [section for section in _fields_at(()) if name in _fields_at((section,))]
+        sections = [section for section in _fields_at(()) if name in _fields_at((section,))]
         close = difflib.get_close_matches(name, _fields_at(parent), n=1, cutoff=0.5)
-        if homes and not parent:  # a setting without its section
-            field_name = " or ".join(f"{section}.{name}" for section in homes)
+        if sections and not parent:  # a setting without its section
+            field_name = " or ".join(f"{section}.{name}" for section in sections)
         elif close:
             field_name = ".".join((*parent, close[0]))
-        elif len(homes) == 1:
-            field_name = f"{homes[0]}.{name}"
+        elif len(sections) == 1:
+            field_name = f"{sections[0]}.{name}"
     return f"did you mean {field_name}? " if field_name else ""
 
 
 def _fields_at(location: Sequence[str]) -> list[str]:
+    """Return the sorted fields of the section at `location`; () is the run. Empty if there is no
+    section there."""
     section: type[Section] | None = RunConfig
     for name in location:
         if not name.isdigit():
-            field = section.model_fields.get(name) if section else None
-            section = section_of(field.annotation) if field else None
+            section = _inner_section(section, name)
     return sorted(section.model_fields) if section else []
 
 
 @functools.cache
 def _other_names() -> dict[str, dict[str, str]]:
+    """Return the table: ``fields`` (of a field, the names that other programs have for it, divided
+    by spaces) and ``instead`` (what replaces a name that has no field)."""
     path = Path(__file__).with_name("other_names.yaml")
     tree: dict[str, dict[str, str]] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return tree
@@ -391,14 +401,15 @@ def why_no_field(name: str) -> str | None:
 
 
 def with_setting_names(message: str) -> str:
-    """Return the message of argparse about arguments that it does not know, with how the settings
-    are written that they may mean; other messages as they are."""
+    """Return a message of argparse about unknown arguments, completed by how to write the settings
+    that these arguments may mean; any other message unchanged."""
     prefix, _, words = message.partition("unrecognized arguments: ")
     if prefix or not words:
         return message
-    names = [word.lstrip("-").split("=")[0] for word in words.split() if word.startswith("--")]
+    options = [word for word in words.split() if word.startswith("--")]
     hints = []
-    for name in (name.replace("-", "_") for name in names):
+    for option in options:
+        name = option.lstrip("-").split("=")[0].replace("-", "_")
         field = field_known_as(name) or (name if "." in name else None)
         if field is None and (reason := why_no_field(name)):
             hints.append(f"unknown setting {name}: {reason}")

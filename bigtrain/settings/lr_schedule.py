@@ -47,7 +47,7 @@ def learning_rate_at(step: int, peak: float, schedule: ScheduleSection, total_st
     t = min(1.0, max(0.0, (step + 1 - start) / length))
     if schedule.type == "cosine":
         # In integers, so that the last step of each cycle uses the floor (u = 1) exactly.
-        progress = schedule.cycles * min(step + 1 - start, length)
-        u = (progress - (progress - 1) // length * length) / length
+        scaled_steps = schedule.cycles * min(step + 1 - start, length)  # `length` in each cycle
+        u = (scaled_steps - (scaled_steps - 1) // length * length) / length
         return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * u)))
     return peak * (1 - (1 - floor) * t)

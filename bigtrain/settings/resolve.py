@@ -1,6 +1,6 @@
 """Resolves a run, a world size and a DeepSpeed JSON into a `ResolvedRun`, or refuses them. Pure.
 
-`bigtrain check` and `bigtrain/train.py` both use it, so they accept the same runs.
+`bigtrain check` and `bigtrain/train.py` both use it, so they accept equal runs.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ResolvedRun:
     plan: BatchPlan
     engine: EngineConfig
     phases: tuple[ResolvedRun, ...] = ()
-    """the run in each of ``batch.phases``, then in the rest; empty without phases"""
+    """the run in each of ``batch.phases``, then after them; empty without phases"""
     complete_config: RunConfig | None = None
-    """of the run that this is a phase of"""
+    """settings of the complete run, if this is one of its phases"""
 
     @property
     def recorded_config(self) -> RunConfig:
@@ -83,29 +83,29 @@ def resolve_run(
     one ConfigError with every problem: batch arithmetic, unknown keys, contradictions between the
     files, illegal combinations, in each of ``batch.phases``.
     """
-    request = _Draft(
+    draft = _Draft(
         config, world_size, deepspeed_config, device, accelerate, async_io=async_io, scores=scores
     )
     if not config.batch.phases:
-        return _resolve_draft(request)
+        return _resolve_draft(draft)
 
-    # The batch of the section, which holds after the last phase, comes first: its problems are
-    # reported under their own keys, and a phase adds the problems that only its batch has.
-    phases, problems, source = [], check_phases(config), ""
+    # Resolve the run once for every phase, with its batch, from last to first. The batch after the
+    # last phase is the section ``batch``: its problems have keys of the section, and a phase adds
+    # only the problems that are not among them.
+    reversed_phases, problems, source = [], check_phases(config), ""
     for number in range(len(config.batch.phases), -1, -1):
-        batch = config.batch.of_phase(number)
+        phase_config = config.model_copy(update={"batch": config.batch.of_phase(number)})
         try:
-            phase_config = config.model_copy(update={"batch": batch})
-            phases.append(_resolve_draft(replace(request, config=phase_config)))
+            reversed_phases.append(_resolve_draft(replace(draft, config=phase_config)))
         except ConfigError as error:
             source = source or error.source
             problems += in_phase(config, number, error.problems, problems)
     if problems:
         raise ConfigError(problems, source or "the run with batch.phases")
-    last_phase = phases[0]
+    last_phase = reversed_phases[0]
     complete_config = last_phase.config.model_copy(update={"batch": config.batch})
-    recorded = [replace(phase, complete_config=complete_config) for phase in reversed(phases)]
-    return replace(last_phase, config=complete_config, phases=tuple(recorded))
+    phases = [replace(run, complete_config=complete_config) for run in reversed(reversed_phases)]
+    return replace(last_phase, config=complete_config, phases=tuple(phases))
 
 
 def largest_phase(run: ResolvedRun) -> ResolvedRun:
@@ -116,8 +116,10 @@ def largest_phase(run: ResolvedRun) -> ResolvedRun:
 
 @dataclass(frozen=True)
 class _EngineJson:
-    """DeepSpeed JSON of a run, or the answers to accelerate as one. `tree` is None if there are
-    `problems`; `label` names it in problems."""
+    """DeepSpeed JSON of a run, or the answers to `accelerate config` in the form of a JSON.
+
+    name: as the run names the file. tree: contents; None if there are `problems`. label: the file
+    in problems."""
 
     name: str
     tree: Mapping[str, Any] | None
@@ -164,6 +166,7 @@ def _derive_topology(draft: _Draft) -> list[Problem]:
 
 
 def _check_profile(draft: _Draft) -> list[Problem]:
+    """Check that the profiled ranks exist."""
     world_size = draft.world_size
     if world_size == 1:
         rule, remedy = "the only valid rank is 0", "profile.ranks=[0]"
@@ -173,7 +176,7 @@ def _check_profile(draft: _Draft) -> list[Problem]:
     return [
         Problem("profile.ranks", rank, rule, remedy)
         for rank in draft.config.profile.ranks
-        if rank >= world_size > 0
+        if rank >= world_size > 0  # `_derive_topology` refuses a world without ranks
     ]
 
 
@@ -201,8 +204,8 @@ def _check_extensions(draft: _Draft) -> list[Problem]:
 
 
 def _check_objective(draft: _Draft) -> list[Problem]:
-    """Check the objective, and then what it needs of data and model, which only a sound one
-    defines."""
+    """Check the user's code of the objective; if it can be imported, also check what the objective
+    needs of data and model."""
     objective = draft.config.objective.kind
     if problems := objective.import_problems():
         return problems
@@ -231,7 +234,7 @@ def _inspect_model(draft: _Draft) -> list[Problem]:
 
 
 def _plan_batch(draft: _Draft) -> list[Problem]:
-    """Plan the batch, after the answers to accelerate have set what the run omits."""
+    """Plan the batch, after the answers to accelerate have set the settings that the run omits."""
     if draft.accelerate is not None:
         draft.config = draft.accelerate.fill(draft.config)
     if draft.topology is None:
@@ -301,17 +304,19 @@ _CHECKS: tuple[Callable[[_Draft], list[Problem]], ...] = (
     _read_engine_json,
     _render_engine,
 )
-"""Each fills the draft with what it derives, for the checks after it, and returns problems."""
+"""Checks in order. Each returns its problems, and writes what it derives into the draft, where
+later checks read it."""
 
 
 def _resolve_draft(draft: _Draft) -> ResolvedRun:
+    """Return the run of a draft. Raises a ConfigError with the problems of every check."""
     problems = [problem for check in _CHECKS for problem in check(draft)]
-    # A degree that the model refuses is the mistake, whatever the number of ranks.
+    # If the model refuses a degree, the degree must change, and with it the legal world sizes.
     if any(problem.key.startswith("parallel.") for problem in problems):
         problems = [problem for problem in problems if problem.key != "world size"]
     config, json = draft.config, draft.json
     assert json is not None
-    # The teacher's run copies settings from this one, so its problems would repeat theirs.
+    # The teacher's run copies settings of this run, so it is checked only if they have no problems.
     if not problems and config.objective.teacher_model is not None:
         from bigtrain.settings.teacher import of_teacher, teacher_run
 
@@ -366,6 +371,7 @@ def resolve_run_files(
 
 
 def _deepspeed_config_named_in(name_or_path: str, overrides: Sequence[str]) -> str | None:
+    """Return ``engine.deepspeed_config`` of a YAML whose other settings may be wrong."""
     try:
         path = find_config(name_or_path)
         tree = parse_yaml(path.read_text(encoding="utf-8"), str(path))

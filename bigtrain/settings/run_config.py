@@ -148,16 +148,16 @@ class RunConfig(Section):
 
     @property
     def held_out_names(self) -> list[str]:
-        """Names of the sets that may have held-out documents: sources of the data, and further
-        sets."""
-        return [*self.data.names, *(further.name for further in self.evaluation.held_out)]
+        """Names of the sets that may have held-out documents: sources of the data, then the sets
+        of ``evaluation.held_out``."""
+        return [*self.data.names, *(held_out.name for held_out in self.evaluation.held_out)]
 
     @property
     def best_held_out(self) -> HeldOutMetric | None:
-        """Metric of held-out samples by which evaluations are compared; None if it is of
-        lm-eval."""
-        recorded = self.objective.kind.metrics or {}
-        return self.evaluation.best.held_out(recorded, self.held_out_names)
+        """Metric of held-out samples by which evaluations are compared; None if evaluations are
+        compared by a metric of lm-eval."""
+        objective_metrics = self.objective.kind.metrics or {}
+        return self.evaluation.best.held_out(objective_metrics, self.held_out_names)
 
     @property
     def has_user_callbacks(self) -> bool:
@@ -211,7 +211,8 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _best_is_known(self) -> Self:
+    def _checkpoints_are_evaluated(self) -> Self:
+        """Require an evaluation at every checkpoint, of which the best are kept."""
         epochs = self.checkpoint.every_epochs
         if self.checkpoint.keep_best and epochs is not None:
             evaluated_epochs = self.evaluation.every_epochs
@@ -223,31 +224,29 @@ class RunConfig(Section):
                 )
         if self.checkpoint.keep_best == 0 or self.checkpoint.every_steps is None:
             return self
-        every, evaluated = self.checkpoint.every_steps, self.evaluation.best_every_steps
-        if evaluated is None or every % evaluated:
+        save_steps, evaluation_steps = self.checkpoint.every_steps, self.evaluation.best_every_steps
+        if evaluation_steps is None or save_steps % evaluation_steps:
             metric = self.evaluation.best.metric
             metric_text = "held-out loss" if metric == "held_out_loss" else metric
             raise ValueError(
                 f"checkpoint.keep_best = {self.checkpoint.keep_best} needs a {metric_text} at "
-                f"every checkpoint: {self.evaluation.best_every_key} = {evaluated} must divide "
-                f"checkpoint.every_steps = {every}"
+                f"every checkpoint: {self.evaluation.best_every_key} = {evaluation_steps} must "
+                f"divide checkpoint.every_steps = {save_steps}"
             )
         return self
 
     @model_validator(mode="after")
     def _compared_steps_can_be_repeated(self) -> Self:
-        every, save = self.guard.compare_every_steps, self.checkpoint
-        reach = 0 if save.every_steps is None else save.every_steps * (save.keep_last - 1)
-        if every is not None and every > reach:
+        compare_steps, checkpoint = self.guard.compare_every_steps, self.checkpoint
+        kept_steps = (checkpoint.every_steps or 0) * (checkpoint.keep_last - 1)
+        if compare_steps is not None and compare_steps > kept_steps:
+            fix = f"guard.compare_every_steps={kept_steps}"
+            if not kept_steps:
+                fix = "set checkpoint.every_steps, and checkpoint.keep_last to 2 or more"
             raise ValueError(
-                f"guard.compare_every_steps = {every}: a checkpoint from before the last "
-                f"comparison must be there, and those that are kept reach back {reach} steps "
-                "(checkpoint.every_steps x (checkpoint.keep_last - 1)) -> "
-                + (
-                    f"guard.compare_every_steps={reach}"
-                    if reach
-                    else "set checkpoint.every_steps, and checkpoint.keep_last to 2 or more"
-                )
+                f"guard.compare_every_steps = {compare_steps}: a checkpoint from before the last "
+                f"comparison must be there, and those that are kept reach back {kept_steps} steps "
+                f"(checkpoint.every_steps x (checkpoint.keep_last - 1)) -> {fix}"
             )
         return self
 
@@ -263,18 +262,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _best_is_measured(self) -> Self:
-        best, metric, recorded = (
-            self.evaluation.best,
-            self.best_held_out,
-            self.objective.kind.metrics,
-        )
+        best, metric = self.evaluation.best, self.best_held_out
         if metric is None:
             return self
-        # Names that code of the user records are not known before it runs.
-        names_are_known = recorded is not None and not self.model.type
-        better = (recorded or {}).get(metric.name)
-        if names_are_known and metric.name not in (*ENTROPY_METRICS, *(recorded or ())):
-            choices = ", ".join(f"{HELD_OUT}{name}" for name in ("loss", *(recorded or ())))
+        # The metrics of the objective, each with its better side, min or max. Code of the user may
+        # record further names, which are unknown before it runs.
+        objective_metrics = self.objective.kind.metrics or {}
+        names_are_known = self.objective.kind.metrics is not None and not self.model.type
+        better = objective_metrics.get(metric.name)
+        if names_are_known and metric.name not in (*ENTROPY_METRICS, *objective_metrics):
+            choices = ", ".join(f"{HELD_OUT}{name}" for name in ("loss", *objective_metrics))
             raise ValueError(
                 f"evaluation.best.metric = {best.metric!r} is not measured with objective.type = "
                 f"{self.objective.type} -> {choices}"
@@ -287,14 +284,10 @@ class RunConfig(Section):
             )
         set_name, set_names = metric.set_name, self.held_out_names
         if set_name is not None and (set_name not in set_names or len(set_names) < 2):
-            raise ValueError(
-                f"evaluation.best.metric = {best.metric!r}: "
-                + (
-                    f"unknown held-out set {set_name!r} -> one of {', '.join(set_names)}"
-                    if set_name not in set_names
-                    else f"{set_name} is the only set -> omit /{set_name}"
-                )
-            )
+            problem = f"{set_name} is the only set -> omit /{set_name}"
+            if set_name not in set_names:
+                problem = f"unknown held-out set {set_name!r} -> one of {', '.join(set_names)}"
+            raise ValueError(f"evaluation.best.metric = {best.metric!r}: {problem}")
         return self
 
     @model_validator(mode="after")
@@ -308,8 +301,8 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _changes_are_of_settings(self) -> Self:
-        for entry in self.checkpoint.allow_changes:
+    def _allowed_changes_name_settings(self) -> Self:
+        for entry in self.checkpoint.allow_changes:  # a section, or section.key
             section, _, key = entry.partition(".")
             fields = getattr(type(getattr(self, section, None)), "model_fields", {})
             if entry == "seed":
@@ -330,9 +323,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sites_wait_less_than_the_watchdog(self) -> Self:
         limit = self.watchdog.slow_timeout_seconds
-        if self.sites is None or self.watchdog.timeout_seconds is None:
-            return self
-        if self.sites.timeout_seconds >= limit:
+        has_watchdog = self.watchdog.timeout_seconds is not None
+        if self.sites is not None and has_watchdog and self.sites.timeout_seconds >= limit:
             raise ValueError(
                 f"sites.timeout_seconds = {self.sites.timeout_seconds} is not less than "
                 f"watchdog.slow_timeout_seconds = {limit}, after which the watchdog ends a run "
@@ -351,8 +343,8 @@ class RunConfig(Section):
 
     @property
     def epoch_settings(self) -> dict[str, float]:
-        """Settings in epochs, which are counted as steps before the run starts
-        (`bigtrain.run.length`), by key."""
+        """Settings in epochs, by key, which `bigtrain.run.length` converts to steps before the run
+        starts."""
         settings = {
             "train.epochs": self.train.epochs,
             "checkpoint.every_epochs": self.checkpoint.every_epochs,
@@ -367,12 +359,12 @@ class RunConfig(Section):
             for number, source in enumerate(self.data.sources)
             if source.weight is not None
         ]
-        for key, epochs in self.epoch_settings.items():
-            if weighted_keys:
-                steps_key = key.replace("epochs", "steps")
-                raise ValueError(
-                    f"{key} = {epochs:g}: sources with weights end their epochs at different "
-                    f"steps, so the run's epoch is undefined -> {steps_key}=N; or "
-                    f"{weighted_keys[0]}.epochs instead of weight, for every source"
-                )
+        if weighted_keys and self.epoch_settings:
+            key, epochs = next(iter(self.epoch_settings.items()))
+            steps_key = key.replace("epochs", "steps")
+            raise ValueError(
+                f"{key} = {epochs:g}: sources with weights end their epochs at different steps, so "
+                f"the run's epoch is undefined -> {steps_key}=N; or {weighted_keys[0]}.epochs "
+                "instead of weight, for every source"
+            )
         return self

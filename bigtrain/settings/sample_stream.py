@@ -12,31 +12,19 @@ def check_stream(config: RunConfig, samples: object) -> list[Problem]:
     object) of ``data.samples``, is not a stream."""
     if not is_stream(samples):
         return []
-    rules: tuple[tuple[bool, str, object, str, str], ...] = (
-        *(
-            (
-                True,  # only settings that the run has are in `epoch_settings`
-                key,
-                epochs,
-                "a stream of samples has no length, so an epoch cannot be counted in steps",
-                f"{key.replace('epochs', 'steps')}=N {key}=null",
-            )
-            for key, epochs in config.epoch_settings.items()
-        ),
-        (
-            config.data.workers > 1,
-            "data.workers",
-            config.data.workers,
-            "a stream of samples is read in its own order, by one thread",
-            "data.workers=1",
-        ),
-        (
-            config.sites is not None,
-            "sites",
-            "set",
+    rule = "a stream of samples has no length, so an epoch cannot be counted in steps"
+    problems = [
+        Problem(key, epochs, rule, f"{key.replace('epochs', 'steps')}=N {key}=null")
+        for key, epochs in config.epoch_settings.items()
+    ]
+    if config.data.workers > 1:
+        rule = "a stream of samples is read in its own order, by one thread"
+        problems.append(Problem("data.workers", config.data.workers, rule, "data.workers=1"))
+    if config.sites is not None:
+        rule = (
             "a site that joins later continues at another step, and a stream of samples can only "
-            "continue at a state that it has returned",
-            "train at one site (sites=null), or samples with __len__ and __getitem__",
-        ),
-    )
-    return [Problem(key, value, rule, fix) for applies, key, value, rule, fix in rules if applies]
+            "continue at a state that it has returned"
+        )
+        fix = "train at one site (sites=null), or samples with __len__ and __getitem__"
+        problems.append(Problem("sites", "set", rule, fix))
+    return problems

@@ -17,9 +17,9 @@ from bigtrain.settings.run_config import (
 
 
 def teacher_run(config: RunConfig) -> RunConfig:
-    """Return a run of the frozen base ``objective.teacher_model`` on the ranks, data and precision
-    of `config`: one with adapters, since only these leave a base without masters and optimizer
-    states. They are never used."""
+    """Return the run of the teacher, ``objective.teacher_model``, with ranks, data and precision of
+    `config`. It has adapters, which are never used, since only a run with adapters freezes the
+    model without masters and optimizer states."""
     model = config.model
     section = ModelSection(
         path=config.objective.teacher_model,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bigtrain.errors import Problem
 from bigtrain.settings.degrees import AXES, REPLICA_AXES, Axis, Degrees
 from bigtrain.settings.run_config import ParallelSection
+from bigtrain.settings.sections.base import nearest_multiples
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Coordinates:
     tensor_rank: int
 
     def is_first(self, *ignored: Axis) -> bool:
-        """Return whether the rank is 0 on all axes except `ignored`. It selects one of the ranks
-        with equal results."""
+        """Return whether the rank has coordinate 0 on all axes except `ignored`: a single one of
+        the ranks with equal results."""
         return not any(getattr(self, f"{axis}_rank") for axis in AXES if axis not in ignored)
 
 
@@ -41,7 +42,7 @@ class Topology(Degrees):
         """Degrees and the order of ranks, as a human-readable line; empty for a single rank."""
         if self.world_size == 1:
             return ""
-        axes = [axis for axis in AXES if axis == "data" or self.size(axis) > 1]
+        axes = [axis for axis in AXES if axis == "data" or self.size(axis) > 1]  # data comes first
         degrees = " x ".join(f"{self.size(axis)} {axis}" for axis in axes)
         formula: str = axes[0]
         for axis in axes[1:]:
@@ -60,14 +61,14 @@ class Topology(Degrees):
             "expert": self.expert_groups(),
         }
         for axis, groups in layerwise.items():
-            over = [g for g in groups if len({hosts[rank] for rank in g}) > 1]
-            if over:
-                ranks = ", ".join(map(str, over[0]))
+            crossing = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
+            if crossing:
+                ranks = ", ".join(map(str, crossing[0]))
+                group_hosts = ", ".join(dict.fromkeys(hosts[rank] for rank in crossing[0]))
                 lines.append(
-                    f"{len(over)} {axis}-parallel groups are on several hosts (ranks {ranks} on "
-                    f"{', '.join(dict.fromkeys(hosts[rank] for rank in over[0]))}) and exchange in "
-                    f"every layer -> set parallel.{axis} to a divisor of the number of ranks per "
-                    "host"
+                    f"{len(crossing)} {axis}-parallel groups are on several hosts (ranks {ranks} "
+                    f"on {group_hosts}) and exchange in every layer -> set parallel.{axis} to a "
+                    "divisor of the number of ranks per host"
                 )
         return lines
 
@@ -78,11 +79,13 @@ class Topology(Degrees):
         ``groups("tensor")`` are the tensor-parallel groups, ``groups(*REPLICA_AXES)`` hold
         equal parameters.
         """
-        fixed = [f"{axis}_rank" for axis in AXES if axis not in axes]
+        other_axes = [axis for axis in AXES if axis not in axes]
+        # The ranks of a group, by their equal coordinates on the other axes.
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             coordinates = self.coordinates(rank)
-            groups.setdefault(tuple(getattr(coordinates, name) for name in fixed), []).append(rank)
+            key = tuple(getattr(coordinates, f"{axis}_rank") for axis in other_axes)
+            groups.setdefault(key, []).append(rank)
         return list(groups.values())
 
     def ulysses_groups(self) -> list[list[int]]:
@@ -123,8 +126,8 @@ class Topology(Degrees):
         ]
 
     def holder_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that together hold one pipeline stage's parameters, experts
-        aside."""
+        """Return the groups of ranks that together hold the parameters of a pipeline stage, except
+        its experts."""
         return self.groups(*REPLICA_AXES, "tensor")
 
     def expert_holder_groups(self) -> list[list[int]]:
@@ -142,17 +145,18 @@ def derive_topology(
 ) -> tuple[Topology | None, list[Problem]]:
     """Return the topology of `world_size` ranks, or the reason why there is none."""
     degrees = parallel.degrees
-    inner = degrees.replica_size
-    if world_size % inner:
-        below = world_size // inner * inner
-        nearest = f"{below} or {below + inner}" if below else str(inner)
+    replica_size = degrees.replica_size
+    if world_size % replica_size:
+        nearest = nearest_multiples(world_size, replica_size)
         factors = degrees.factors
         rule = (
             f"must be a multiple of parallel.{' x '.join(factors)} = "
-            f"{' x '.join(map(str, factors.values()))} = {inner}"
+            f"{' x '.join(map(str, factors.values()))} = {replica_size}"
         )
-        # A checkpoint does not depend on the degrees.
-        smaller = " ".join(f"parallel.{name}=1" for name, size in factors.items() if size > 1)
-        remedy = f"start {nearest} processes, or set {smaller}, which resumes the same checkpoints"
+        # Without the degrees any world is legal, and a checkpoint does not depend on them.
+        overrides = " ".join(f"parallel.{name}=1" for name, size in factors.items() if size > 1)
+        remedy = (
+            f"start {nearest} processes, or set {overrides}, which resumes the same checkpoints"
+        )
         return None, [Problem("world size", world_size, rule, remedy)]
     return Topology.of_world(world_size, degrees), []

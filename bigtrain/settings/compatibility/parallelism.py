@@ -1,4 +1,4 @@
-"""Rules about parallel degrees: what does not go together, and what does not divide. Pure.
+"""Rules about parallel degrees: illegal combinations, and sizes that do not divide. Pure.
 
 Comments name the line of DeepSpeed 0.19.8 that a rule is based on, or the reason.
 """
@@ -13,32 +13,33 @@ from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.compatibility.rule import Feature, Rule
 from bigtrain.settings.degrees import largest_divisor
 
-_MOST_RANKS = 1024
+_MAX_TENSOR_SIZE = 1024
 _FOUR_RANKS = Facts(world_size=4)
-_LENGTH = Feature(Facts.sequence_length, 1 << 12, when=lambda run: True)  # for `Rule.when`
+_ANY_LENGTH = Feature(Facts.sequence_length, 1 << 12, when=lambda run: True)  # `Rule.when` decides
 
 
 def _divides(size: int, number: int | None) -> bool:
+    """Return whether `size` divides `number`; True if the number is unknown (None)."""
     return number is None or number % size == 0
 
 
-def _nearest(size: int, legal: list[int]) -> str:
+def _nearest_text(size: int, legal: list[int]) -> str:
     """Return the text that names the neighbors of `size` in `legal`, which is sorted."""
-    neighbors = [*[n for n in legal if n < size][-1:], *[n for n in legal if n > size][:1]]
+    smaller, larger = [n for n in legal if n < size], [n for n in legal if n > size]
+    neighbors = [*smaller[-1:], *larger[:1]]
     return f"nearest: {' or '.join(map(str, neighbors))}"
 
 
-def _parts_of_sample(run: Facts) -> int:
-    """Return what divides a sample: every rank has equally many tokens, in a ring in two equal
-    chunks."""
+def _sample_divisor(run: Facts) -> int:
+    """Return the number of equal parts of a sample: one for each rank, or two in a ring."""
     return math.lcm(run.sequence_size, 2 * run.ring_size if run.ring_size > 1 else 1)
 
 
-def _sequence_of_length(run: Facts) -> int:
+def _fitting_sequence_size(run: Facts) -> int:
     return largest_divisor(run.sequence_length, run.sequence_size)
 
 
-def _experts_of_replicas(run: Facts) -> int:
+def _experts_dividing_replicas(run: Facts) -> int:
     return largest_divisor(run.num_replicas, min(run.num_replicas, run.expert_size))
 
 
@@ -48,54 +49,57 @@ def _ulysses_size(run: Facts) -> int:
 
 
 def _heads_per_rank(run: Facts) -> int:
-    """Return the heads that sequence-parallel ranks divide, 1 if tensor parallelism does not."""
+    """Return the heads of a tensor-parallel rank, which sequence-parallel ranks divide; 1 if tensor
+    parallelism does not divide the heads."""
     heads = run.attention_heads or 1
     return 1 if heads % run.tensor_size else heads // run.tensor_size
 
 
-def _sequence_of_heads(run: Facts) -> int:
+def _smaller_ulysses_size(run: Facts) -> int:
     """Return the largest smaller size of Ulysses that divides the attention heads."""
     return largest_divisor(_heads_per_rank(run), max(1, _ulysses_size(run) - 1))
 
 
-def _ring_of_heads(run: Facts) -> str:
-    """Return the setting with which the same ranks share samples, in a ring as far as needed."""
-    ulysses = math.gcd(_heads_per_rank(run), run.sequence_size)
-    return f"{{ulysses: {ulysses}, ring: {run.sequence_size // ulysses}}}"
+def _ulysses_ring_setting(run: Facts) -> str:
+    """Return ``parallel.sequence`` for the run's number of ranks, with the largest size of Ulysses
+    that divides the heads, and a ring for the other factor."""
+    ulysses_size = math.gcd(_heads_per_rank(run), run.sequence_size)
+    return f"{{ulysses: {ulysses_size}, ring: {run.sequence_size // ulysses_size}}}"
 
 
 def _has_complete_heads(run: Facts, size: int) -> bool:
     """Return whether each of `size` tensor-parallel ranks gets complete heads; several may share a
     key-value head."""
     heads, key_heads = run.cut_heads, run.cut_key_heads
-    shares = key_heads is None or key_heads % size == 0 or size % key_heads == 0
-    return heads is None or (heads % size == 0 and shares)
+    fits_key_heads = key_heads is None or key_heads % size == 0 or size % key_heads == 0
+    return heads is None or (heads % size == 0 and fits_key_heads)
 
 
-def _tensor_sizes(run: Facts) -> list[int]:
-    """Return the sizes that divide the heads, and the world where the size of the run does."""
-    world_size = 0 if run.world_size % run.tensor_size else run.world_size
-    sizes = [n for n in range(1, _MOST_RANKS) if _has_complete_heads(run, n)]
+def _legal_tensor_sizes(run: Facts) -> list[int]:
+    """Return the tensor-parallel sizes that divide the heads. If the run's size divides the world,
+    also the others must."""
+    world_size = 0 if run.world_size % run.tensor_size else run.world_size  # any size divides 0
+    sizes = [n for n in range(1, _MAX_TENSOR_SIZE) if _has_complete_heads(run, n)]
     return [n for n in sizes if world_size % n == 0]
 
 
-def _cut_heads(run: Facts) -> str:
+def _heads_text(run: Facts) -> str:
     key_heads = run.cut_key_heads
     shared = "" if key_heads is None else f" and num_key_value_heads = {key_heads}"
     return f"num_attention_heads = {run.cut_heads}{shared}"
 
 
-def _expert_sizes(run: Facts) -> list[int]:
+def _legal_expert_sizes(run: Facts) -> list[int]:
     return [n for n in range(1, (run.num_experts or 1) + 1) if _divides(n, run.num_experts)]
 
 
-def _experts_of_model(run: Facts) -> int:
+def _experts_dividing_model(run: Facts) -> int:
     """Return the largest expert-parallel size that divides the experts and the replicas."""
     common_divisor = math.gcd(run.num_experts or 1, run.num_replicas)
     return largest_divisor(common_divisor, min(common_divisor, run.expert_size))
 
 
-def _longest_sample(run: Facts) -> int:
+def _max_sample_length(run: Facts) -> int:
     return (run.max_positions or 1) - run.unused_positions
 
 
@@ -120,16 +124,16 @@ PARALLEL: Mapping[str, Rule] = {
         example=_FOUR_RANKS,
     ),
     "samples that do not divide": Rule(
-        (_LENGTH,),
+        (_ANY_LENGTH,),
         "every rank of parallel.sequence computes an equal part of each sample, in a ring two "
         "equal chunks of it",
         fix=lambda run: (
-            f"{math.ceil(run.sequence_length / _parts_of_sample(run)) * _parts_of_sample(run)}, or "
-            f"parallel.sequence={_sequence_of_length(run)}"
+            f"{math.ceil(run.sequence_length / _sample_divisor(run)) * _sample_divisor(run)}, or "
+            f"parallel.sequence={_fitting_sequence_size(run)}"
         ),
-        when=lambda run: not _divides(_parts_of_sample(run), run.sequence_length),
+        when=lambda run: not _divides(_sample_divisor(run), run.sequence_length),
         example=Facts(world_size=3, sequence_size=3, sequence_length=16),
-        instead=lambda run: Facts(sequence_size=_sequence_of_length(run), ring_size=1),
+        instead=lambda run: Facts(sequence_size=_fitting_sequence_size(run), ring_size=1),
     ),
     # runtime/pipe/engine.py:76, which raises only after the full model is built
     "ZeRO 2 and 3 with pipeline": Rule(
@@ -192,10 +196,10 @@ EXPERT_PARALLEL: Mapping[str, Rule] = {
             f"must divide data x sequence = {run.num_replicas}: the ranks that divide the experts "
             "are neighbours there"
         ),
-        fix=lambda run: f"parallel.expert={_experts_of_replicas(run)}",
+        fix=lambda run: f"parallel.expert={_experts_dividing_replicas(run)}",
         when=lambda run: not _divides(run.expert_size, run.num_replicas),
         example=Facts(world_size=6, zero_stage=1, expert_size=4),
-        instead=lambda run: Facts(expert_size=_experts_of_replicas(run)),
+        instead=lambda run: Facts(expert_size=_experts_dividing_replicas(run)),
     ),
     # fp16/unfused_optimizer.py:211 omits the gradients of experts from the norm
     "16-bit experts with ZeRO 0": Rule(
@@ -266,12 +270,12 @@ MODEL: Mapping[str, Rule] = {
     ),
     "heads that do not divide among tensor-parallel ranks": Rule(
         (has.TENSOR,),
-        lambda run: f"does not divide the model's {_cut_heads(run)} into complete heads",
-        fix=lambda run: _nearest(run.tensor_size, _tensor_sizes(run)),
+        lambda run: f"does not divide the model's {_heads_text(run)} into complete heads",
+        fix=lambda run: _nearest_text(run.tensor_size, _legal_tensor_sizes(run)),
         when=lambda run: not _has_complete_heads(run, run.tensor_size),
         example=Facts(world_size=3, tensor_size=3, cut_heads=8, cut_key_heads=2),
         instead=lambda run: Facts(
-            tensor_size=max(n for n in _tensor_sizes(run) if n < run.tensor_size)
+            tensor_size=max(n for n in _legal_tensor_sizes(run) if n < run.tensor_size)
         ),
     ),
     "heads that do not divide among sequence-parallel ranks": Rule(
@@ -281,12 +285,12 @@ MODEL: Mapping[str, Rule] = {
             + (f" among parallel.tensor = {run.tensor_size}" if run.tensor_size > 1 else "")
         ),
         fix=lambda run: (
-            f"parallel.sequence={_sequence_of_heads(run)}, or "
-            f"parallel.sequence={_ring_of_heads(run)}"
+            f"parallel.sequence={_smaller_ulysses_size(run)}, or "
+            f"parallel.sequence={_ulysses_ring_setting(run)}"
         ),
         when=lambda run: not _divides(_ulysses_size(run) * run.tensor_size, run.attention_heads),
         example=Facts(world_size=4, sequence_size=4, sequence_length=48, attention_heads=6),
-        instead=lambda run: Facts(sequence_size=_sequence_of_heads(run), ring_size=1),
+        instead=lambda run: Facts(sequence_size=_smaller_ulysses_size(run), ring_size=1),
     ),
     "more stages than layers": Rule(
         (has.PIPELINE,),
@@ -297,7 +301,7 @@ MODEL: Mapping[str, Rule] = {
         instead=lambda run: Facts(pipeline_size=run.num_layers or 1),
     ),
     "samples longer than the model's positions": Rule(
-        (_LENGTH,),
+        (_ANY_LENGTH,),
         lambda run: (
             f"is more than the model's max_position_embeddings = {run.max_positions}"
             + (
@@ -307,21 +311,21 @@ MODEL: Mapping[str, Rule] = {
             )
         ),
         fix=lambda run: (
-            f"at most {_longest_sample(run)}, or raise model.overrides.max_position_embeddings "
+            f"at most {_max_sample_length(run)}, or raise model.overrides.max_position_embeddings "
             "(not of pretrained weights with learned positions, as GPT-2's: they have no more rows)"
         ),
         when=lambda run: (
-            run.max_positions is not None and (run.sequence_length > _longest_sample(run))
+            run.max_positions is not None and (run.sequence_length > _max_sample_length(run))
         ),
         example=Facts(sequence_length=128, max_positions=64),
-        instead=lambda run: Facts(sequence_length=_longest_sample(run)),
+        instead=lambda run: Facts(sequence_length=_max_sample_length(run)),
     ),
     "experts that do not divide among expert-parallel ranks": Rule(
         (has.EXPERTS,),
         lambda run: f"does not divide the model's {run.num_experts} experts",
-        fix=lambda run: _nearest(run.expert_size, _expert_sizes(run)),
+        fix=lambda run: _nearest_text(run.expert_size, _legal_expert_sizes(run)),
         when=lambda run: not _divides(run.expert_size, run.num_experts),
         example=Facts(world_size=3, dtype="float32", expert_size=3, num_experts=8),
-        instead=lambda run: Facts(expert_size=_experts_of_model(run)),
+        instead=lambda run: Facts(expert_size=_experts_dividing_model(run)),
     ),
 }

@@ -20,12 +20,13 @@ _NOTHING = Facts()
 
 @dataclass(frozen=True)
 class Feature(Generic[T]):
-    """A setting that does not go with others: a run has it where `fact` is not its default, is `on`
-    (`is_exact`), or `when` holds.
+    """A setting that rules refuse in combination with others.
 
-    `on` is its value in examples, which `also` completes. `off` tells users how to turn it off, and
-    `nearest` are the nearest facts that lack it; both are by default the fact's default. `clause`:
-    the end of the sentence that something has not been compared with the feature (`Comparison`).
+    A run has the feature if `when` holds; by default, if `fact` differs from its default, or with
+    `is_exact`, if `fact` is `on`. `on`: value of `fact` in examples. also: further facts of
+    examples. off: how a user turns the feature off. nearest: changes of a run that turn it off.
+    Without `off` and `nearest`, `fact` gets its default. clause: the end of the sentence "... has
+    not been compared ..." (`Comparison`).
     """
 
     fact: Fact[T]
@@ -54,11 +55,11 @@ class Feature(Generic[T]):
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of run that is refused: a run with all `features`, where also `when` holds.
+    """One kind of run that is refused: a run with all `features` for which `when` holds.
 
-    The key of the first feature is reported, with its value or `value`. `fix` tells users what to
-    change, and `instead` changes it: by default the first feature. `example` completes the examples
-    of the features, of which the first counts, to facts that violate this rule only.
+    The problem has the key of the first feature, and its value or `value`. fix: what a user
+    changes; instead: that change of the facts; both turn off the first feature by default. example:
+    facts to add to the features' examples, so that they violate only this rule.
     """
 
     features: tuple[Feature[Any], ...]
@@ -94,8 +95,9 @@ class Rule:
         )
 
     def violation(self) -> Facts:
-        """Return facts that violate this rule only."""
-        features = self.features[::-1]  # the first one counts
+        """Return facts that violate only this rule."""
+        # Later changes replace earlier ones: the first feature comes last.
+        features = self.features[::-1]
         values = [Facts(**{feature.fact.name: feature.on}) for feature in features]
         facts = _NOTHING
         for changes in (*(feature.also for feature in features), *values, self.example):
@@ -103,23 +105,27 @@ class Rule:
         return facts
 
     def nearest(self, facts: Facts) -> Facts:
-        """Return the facts nearest to `facts`, which violate this rule, that do not."""
-        changes = self.instead or self.features[0].nearest
+        """Return `facts`, which violate this rule, with the change that makes them comply."""
+        first = self.features[0]
+        changes = self.instead or first.nearest
         if changes is None:
-            changes = Facts(**{self.features[0].fact.name: self.features[0].fact.default})
+            changes = Facts(**{first.fact.name: first.fact.default})
         return facts | (changes if isinstance(changes, Facts) else changes(facts))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rules against features with which nothing has compared a run that has `subject`. `sentence`
-    and the clause of the feature are the reason; the feature is blamed, or the subject."""
+    """Maker of rules that refuse `subject` with features for which no comparison exists.
+
+    The reason of a rule is `sentence` and the feature's clause. The problem has the key of the
+    feature, or of the subject (`blames_subject`).
+    """
 
     subject: Feature[Any]
     sentence: str
     blames_subject: bool = False
 
-    def lacks(
+    def rule_against(
         self,
         feature: Feature[Any],
         fix: str = "",

@@ -25,20 +25,22 @@ _ZERO_1 = Facts(zero_stage=1)
 _NO_EXPERTS = "parallel.expert=1, with ZeRO 3 where the model is too large for a device"
 _NO_ZEROPP = "ds_configs/zero3.json, or optimizer.type=adamw"
 
-_TORCH = Comparison(
+_OTHER_OPTIMIZER = Comparison(
     Feature(Facts.optimizer, "muon"),
     "optimizers other than AdamW have not been compared with torch's",
 )
-_PEFT = Comparison(has.ADAPTERS, "adapters have not been compared with plain peft's")
-_SITES = Comparison(has.SITES, "the outer step of sites has not been compared with a plain loop")
-_LOOP = Comparison(
+_ADAPTERS_RUN = Comparison(has.ADAPTERS, "adapters have not been compared with plain peft's")
+_SITES_RUN = Comparison(
+    has.SITES, "the outer step of sites has not been compared with a plain loop"
+)
+_MTP_RUN = Comparison(
     _MTP,
     "layers for multi-token prediction have not been compared with a plain loop",
     blames_subject=True,
 )
 
 
-# All but AdamW with float32 states is an optimizer of bigtrain's own.
+# bigtrain itself provides every optimizer but AdamW with float32 states.
 OPTIMIZERS: Mapping[str, Rule] = {
     "DeepSpeed's Adam under another optimizer": Rule(
         (_DEEPSPEED_ADAM,),
@@ -48,18 +50,18 @@ OPTIMIZERS: Mapping[str, Rule] = {
         example=Facts(zero_stage=2, optimizer="muon"),
         instead=Facts(torch_adam=True, super_offload=False),
     ),
-    "another optimizer in float16": _TORCH.lacks(
+    "another optimizer in float16": _OTHER_OPTIMIZER.rule_against(
         has.FLOAT16, "precision.dtype=bfloat16, or optimizer.type=adamw"
     ),
-    "another optimizer with quantized weights": _TORCH.lacks(
+    "another optimizer with quantized weights": _OTHER_OPTIMIZER.rule_against(
         replace(has.QUANTIZED_WEIGHTS, clause="where weights are sent quantized (ZeRO++)"),
         _NO_ZEROPP,
     ),
-    "another optimizer with quantized gradients": _TORCH.lacks(
+    "another optimizer with quantized gradients": _OTHER_OPTIMIZER.rule_against(
         replace(has.QUANTIZED_GRADIENTS, clause="where gradients are sent quantized (ZeRO++)"),
         _NO_ZEROPP,
     ),
-    "another optimizer with a secondary partition": _TORCH.lacks(
+    "another optimizer with a secondary partition": _OTHER_OPTIMIZER.rule_against(
         replace(
             has.SECONDARY_PARTITION, clause="with a secondary partition of weights (ZeRO++'s hpZ)"
         ),
@@ -81,7 +83,9 @@ OPTIMIZERS: Mapping[str, Rule] = {
 }
 
 ADAPTERS: Mapping[str, Rule] = {
-    "adapters with expert parallelism": _PEFT.lacks(has.EXPERTS, _NO_EXPERTS, example=_ZERO_1),
+    "adapters with expert parallelism": _ADAPTERS_RUN.rule_against(
+        has.EXPERTS, _NO_EXPERTS, example=_ZERO_1
+    ),
     # bitsandbytes/autograd/_functions.py, MatMul8bitLt; on CPUs a run computes by MatMul8bitFp
     "compiled layers of a base in 8 bits": Rule(
         (has.COMPILED, has.FOUR_BIT_BASE),
@@ -92,9 +96,9 @@ ADAPTERS: Mapping[str, Rule] = {
         example=Facts(quantization="int8"),
     ),
     # liger_kernel/transformers/swiglu.py calls the projections; peft has replaced them
-    "adapters with Liger's kernels": _PEFT.lacks(has.LIGER_KERNELS),
-    "adapters with Liger's loss": _PEFT.lacks(has.LIGER_LOSS),
-    "adapters with activations in host memory": _PEFT.lacks(has.ACTIVATION_OFFLOAD),
+    "adapters with Liger's kernels": _ADAPTERS_RUN.rule_against(has.LIGER_KERNELS),
+    "adapters with Liger's loss": _ADAPTERS_RUN.rule_against(has.LIGER_LOSS),
+    "adapters with activations in host memory": _ADAPTERS_RUN.rule_against(has.ACTIVATION_OFFLOAD),
     "adapters with updated biases of experts": Rule(
         (has.BIAS_UPDATES, has.ADAPTERS),
         "the biases of the base's experts would move, and a folder of adapters has no place for "
@@ -108,7 +112,7 @@ ADAPTERS: Mapping[str, Rule] = {
         fix="stage3_prefetch_bucket_size=1 or more",
         instead=Facts(prefetch_size=1),
     ),
-    "adapters with another optimizer": _PEFT.lacks(
+    "adapters with another optimizer": _ADAPTERS_RUN.rule_against(
         replace(
             has.OWN_OPTIMIZER,
             when=lambda run: run.own_optimizer is not None and run.optimizer != "adamw_8bit",
@@ -118,12 +122,12 @@ ADAPTERS: Mapping[str, Rule] = {
         "optimizer.type=adamw_8bit",
         example=Facts(optimizer="lion"),
     ),
-    "adapters in float16": _PEFT.lacks(has.FLOAT16),
-    "adapters with parameters on NVMe": _PEFT.lacks(has.NVME),
-    "adapters with SuperOffload": _PEFT.lacks(
+    "adapters in float16": _ADAPTERS_RUN.rule_against(has.FLOAT16),
+    "adapters with parameters on NVMe": _ADAPTERS_RUN.rule_against(has.NVME),
+    "adapters with SuperOffload": _ADAPTERS_RUN.rule_against(
         has.SUPER_OFFLOAD, "omit super_offload", instead=_WITHOUT_SUPER_OFFLOAD
     ),
-    "adapters over quantized or secondary partitions": _PEFT.lacks(has.ZEROPP),
+    "adapters over quantized or secondary partitions": _ADAPTERS_RUN.rule_against(has.ZEROPP),
     "a base in 4 bits under ZeRO 3": Rule(
         (has.FOUR_BIT_BASE, has.ZERO_3),
         "bitsandbytes stores the scales of packed weights outside the parameter, so ZeRO 3 would "
@@ -233,11 +237,11 @@ MULTI_TOKEN_PREDICTION: Mapping[str, Rule] = {
         "layers for multi-token prediction embed tokens after a rank's own part of a sample",
         fix="parallel.sequence=1",
     ),
-    "multi-token prediction with expert parallelism": _LOOP.lacks(
+    "multi-token prediction with expert parallelism": _MTP_RUN.rule_against(
         has.EXPERTS, _NO_EXPERTS, example=_ZERO_1
     ),
-    "multi-token prediction with adapters": _LOOP.lacks(has.ADAPTERS),
-    "multi-token prediction with noise on embeddings": _LOOP.lacks(
+    "multi-token prediction with adapters": _MTP_RUN.rule_against(has.ADAPTERS),
+    "multi-token prediction with noise on embeddings": _MTP_RUN.rule_against(
         Feature(
             Facts.noise_alpha,
             5.0,
@@ -245,23 +249,23 @@ MULTI_TOKEN_PREDICTION: Mapping[str, Rule] = {
             clause="with noise on embeddings",
         )
     ),
-    "multi-token prediction with float16": _LOOP.lacks(has.FLOAT16),
-    "multi-token prediction with float8": _LOOP.lacks(has.FLOAT8),
-    "multi-token prediction with Liger's loss": _LOOP.lacks(has.LIGER_LOSS),
-    "multi-token prediction with Liger's kernels": _LOOP.lacks(has.LIGER_KERNELS),
-    "multi-token prediction with activation offload": _LOOP.lacks(has.ACTIVATION_OFFLOAD),
-    "multi-token prediction with tiled MLPs": _LOOP.lacks(has.TILED_MLPS),
-    "multi-token prediction with averages": _LOOP.lacks(has.AVERAGES),
-    "multi-token prediction with ZeRO++": _LOOP.lacks(has.ZEROPP),
-    "multi-token prediction with parameters on NVMe": _LOOP.lacks(has.NVME),
-    "multi-token prediction with SuperOffload": _LOOP.lacks(
+    "multi-token prediction with float16": _MTP_RUN.rule_against(has.FLOAT16),
+    "multi-token prediction with float8": _MTP_RUN.rule_against(has.FLOAT8),
+    "multi-token prediction with Liger's loss": _MTP_RUN.rule_against(has.LIGER_LOSS),
+    "multi-token prediction with Liger's kernels": _MTP_RUN.rule_against(has.LIGER_KERNELS),
+    "multi-token prediction with activation offload": _MTP_RUN.rule_against(has.ACTIVATION_OFFLOAD),
+    "multi-token prediction with tiled MLPs": _MTP_RUN.rule_against(has.TILED_MLPS),
+    "multi-token prediction with averages": _MTP_RUN.rule_against(has.AVERAGES),
+    "multi-token prediction with ZeRO++": _MTP_RUN.rule_against(has.ZEROPP),
+    "multi-token prediction with parameters on NVMe": _MTP_RUN.rule_against(has.NVME),
+    "multi-token prediction with SuperOffload": _MTP_RUN.rule_against(
         has.SUPER_OFFLOAD, "omit super_offload", instead=_WITHOUT_SUPER_OFFLOAD
     ),
-    "multi-token prediction with sites": _LOOP.lacks(has.SITES),
-    "multi-token prediction with another optimizer": _LOOP.lacks(has.OWN_OPTIMIZER),
-    "multi-token prediction with biases of experts": _LOOP.lacks(has.BIAS_UPDATES),
-    "multi-token prediction in compiled layers": _LOOP.lacks(has.COMPILED),
-    "multi-token prediction with a growing vocabulary": _LOOP.lacks(
+    "multi-token prediction with sites": _MTP_RUN.rule_against(has.SITES),
+    "multi-token prediction with another optimizer": _MTP_RUN.rule_against(has.OWN_OPTIMIZER),
+    "multi-token prediction with biases of experts": _MTP_RUN.rule_against(has.BIAS_UPDATES),
+    "multi-token prediction in compiled layers": _MTP_RUN.rule_against(has.COMPILED),
+    "multi-token prediction with a growing vocabulary": _MTP_RUN.rule_against(
         Feature(Facts.grows_vocabulary, True, clause="while the vocabulary grows"),
         "grow the base first (bigtrain grow), or model.vocabulary=null",
     ),
@@ -279,7 +283,7 @@ SITES: Mapping[str, Rule] = {
         "trained",
         fix="omit sites: adapters are small enough to be averaged at every step",
     ),
-    "sites with expert parallelism": _SITES.lacks(has.EXPERTS, example=_ZERO_1),
+    "sites with expert parallelism": _SITES_RUN.rule_against(has.EXPERTS, example=_ZERO_1),
     "sites with biases of experts": Rule(
         (has.BIAS_UPDATES, has.SITES),
         "the biases of experts are not weights: each site would move its own, and they would "
@@ -299,12 +303,12 @@ SITES: Mapping[str, Rule] = {
         (has.COMPARED_REPLICAS, has.SITES),
         "a site that goes back would repeat outer steps that the others have counted",
     ),
-    "sites in float16": _SITES.lacks(has.FLOAT16),
-    "sites with parameters on NVMe": _SITES.lacks(has.NVME),
-    "sites with SuperOffload": _SITES.lacks(
+    "sites in float16": _SITES_RUN.rule_against(has.FLOAT16),
+    "sites with parameters on NVMe": _SITES_RUN.rule_against(has.NVME),
+    "sites with SuperOffload": _SITES_RUN.rule_against(
         has.SUPER_OFFLOAD, "omit super_offload", instead=_WITHOUT_SUPER_OFFLOAD
     ),
-    "sites over quantized or secondary partitions": _SITES.lacks(has.ZEROPP),
+    "sites over quantized or secondary partitions": _SITES_RUN.rule_against(has.ZEROPP),
     "sites under accelerate's own settings": Rule(
         (has.SITES, Feature(Facts.accelerate, True)),
         "a run of sites has not been tested with an engine that accelerate's answers configure",

@@ -17,9 +17,9 @@ _TYPE_NAMES: Mapping[type, str] = {str: "a text", list: "a list", dict: "keys an
 class Values:
     """Values that another trainer takes for a key.
 
-    has_flags: true and false. words: texts with a meaning. minimum, maximum: of numbers; a minimum
-    of None takes no numbers. is_above_minimum: without the minimum itself. whole_from: from this
-    number on only whole ones. types: of str, list, dict, any value.
+    has_flags: true and false. words: texts with a meaning. minimum, maximum: of numbers; without a
+    minimum, no numbers. is_above_minimum: the minimum itself is excluded. whole_from: numbers from
+    this one on must be whole. types: str, list or dict, any value.
     """
 
     has_flags: bool = False
@@ -32,7 +32,7 @@ class Values:
 
     def read(self, value: Any) -> Any:
         """Return the value as the trainer reads it. Raises ValueError, whose text is the rule, for
-        one that the trainer does not take."""
+        a value that the trainer does not take."""
         if isinstance(value, str) and value in self.words:
             return value
         if self.has_flags:
@@ -43,12 +43,12 @@ class Values:
                 return False
         number = None if isinstance(value, bool) else as_number(value)
         if self.minimum is not None and isinstance(number, (int, float)) and math.isfinite(number):
-            is_in_range = self.minimum <= number <= self.maximum
             is_excluded = self.is_above_minimum and number == self.minimum
-            if is_in_range and not is_excluded and number < self.whole_from:
-                return number
-            if is_in_range and not is_excluded and number == int(number):
-                return int(number)
+            if self.minimum <= number <= self.maximum and not is_excluded:
+                if number < self.whole_from:
+                    return number
+                if number == int(number):
+                    return int(number)
         if isinstance(value, self.types):
             return value
         raise ValueError(f"must be {self.describe()}")
@@ -100,8 +100,8 @@ FIELDS = Values(types=(dict,))
 
 
 def as_number(value: Any) -> Any:
-    """Return the number of a text such as 1e-5, which YAML reads as a text; any other
-    value as it is."""
+    """Return the number of a text such as 1e-5, which YAML reads as a text; return other
+    values unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,5 @@
-"""Conversion of a file of another trainer to a run YAML (`bigtrain convert`). Pure but for reading.
+"""Conversion of a file of another trainer to a run YAML (`bigtrain convert`). Pure, except that it
+reads files.
 
 Every key is used, listed, or refused: a run that another trainer would not compute is written only
 if the user omits the key by name.
@@ -13,13 +14,13 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigtrain.errors import ConfigError, Problem
 from bigtrain.settings.conversion import axolotl, llama_factory, megatron, megatron_keys, trainer
 from bigtrain.settings.conversion.axolotl_keys import AXOLOTL_NAME, AXOLOTL_TABLE
 from bigtrain.settings.conversion.common import read_values
-from bigtrain.settings.conversion.draft import MISSPELT, Draft, is_unset
+from bigtrain.settings.conversion.draft import MISSPELLING_SIMILARITY, Draft, is_unset
 from bigtrain.settings.conversion.tables import Table
 from bigtrain.settings.conversion.trainer_keys import TRAINER_NAME, TRAINER_TABLE
 from bigtrain.settings.deepspeed.keys import key_table
@@ -31,8 +32,13 @@ from bigtrain.system.text_files import TextFileError, read_text
 
 @dataclass(frozen=True)
 class Trainer:
-    """Another trainer: its table of keys, the test of a file, the meaning of several keys, the keys
-    that further files next to the file have, and the defaults of keys that a file need not have."""
+    """Another trainer.
+
+    table: rows of keys. owns: whether the keys of a file are the trainer's. fill: sets the
+    settings that follow from several keys; its second argument is ``--task``. flat: the keys of a
+    file without its nesting. keys_of_other_files: keys that files next to the file have. defaults:
+    of keys.
+    """
 
     name: str
     table: Table
@@ -86,13 +92,13 @@ _NOT_CONVERTED: Mapping[tuple[str, ...], str] = {
     ("trl", "ebft", "vllm"): "is of reinforcement learning",
     ("train_impl", "dataset_impl", "pos_train_data_paths"): "is of GPT-NeoX's post-training",
 }
-"""Keys of files that are refused as a whole, and what they are."""
+"""Files that are refused: keys by which they are detected, and the end of "the file ..."."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A run of another trainer's file. tree: sections of the run YAML. commands: that make the
-    data. notes: keys without counterpart, and differences."""
+    """The run of another trainer's file. tree: sections of the run YAML. commands: that make the
+    data. notes: lines on keys without counterpart, and on differences."""
 
     trainer: str
     tree: dict[str, Any]
@@ -111,14 +117,15 @@ def convert(
     overrides: Sequence[str] = (),
     more_words: Sequence[str] = (),
 ) -> Conversion:
-    """Return the run of `files`, later ones of which replace keys of earlier ones.
+    """Return the run of `files`, in which later files replace keys of earlier ones.
 
-    world_size: ranks, where the file has the batch of a device. trainer_name: of `TRAINERS`; None:
-    as the keys say. task: trainer of TRL. omitted: keys to do without. overrides: settings of the
-    run, as ``section.key=value``. more_words: further options of the command line, for the command
-    that an error names. Raises ConfigError with every key that is unknown, or changes the
-    mathematics and has no counterpart, and for a run that bigtrain refuses.
+    world_size: ranks; needed if the file has the batch of a device only. trainer_name: of
+    `TRAINERS`; None: detect it by the keys. task: trainer of TRL. omitted: keys to do without.
+    overrides: settings of the run, as ``section.key=value``. more_words: further options of the
+    command line, for the command that an error suggests. Raises ConfigError with every key that is
+    unknown, or changes the mathematics and has no counterpart, and for a run that bigtrain refuses.
     """
+    # The keys of the files, and the settings that the user gives.
     label = ", ".join(map(str, files))
     tree: dict[str, Any] = {}
     for file in files:
@@ -143,15 +150,24 @@ def convert(
         for key in omitted
         if not _has_key(draft, key, source.table)
     ]
-    # The values, the rows of the table, then the meaning of several keys together.
+    # Replace values by what the trainer reads, apply the rows of the keys, then set what follows
+    # from several keys.
     read_values(draft, source.table)
     draft.apply(source.table)
     draft.run.setdefault("optimizer", {})
     source.fill(draft, task)
     apply_overrides(draft.run, overrides)
     if draft.problems:
-        arguments = _Arguments(files, world_size, trainer_name, task, overrides, more_words)
-        raise ConfigError([*draft.problems, *_whole_command(draft, arguments)], label)
+        option_words = []
+        for option, value in (
+            ("--world-size", world_size),
+            ("--from", trainer_name),
+            ("--task", task),
+        ):
+            if value is not None:
+                option_words += [option, str(value)]
+        command = _whole_command(draft, files, overrides, [*option_words, *more_words])
+        raise ConfigError([*draft.problems, *command], label)
     try:
         config = parse_run_config(draft.run)
         if world_size is not None:
@@ -162,8 +178,8 @@ def convert(
 
 
 def _has_key(draft: Draft, path: str, table: Table) -> bool:
-    """Return whether a key can be omitted: one that the file has, or that the table has for the
-    same place of the file. path: dotted, such as datasets.0.type."""
+    """Return whether a key can be omitted: the file has it, or the table has a row for it in the
+    dictionary that contains it. path: dotted, as datasets.0.type."""
     *parent_names, name = path.split(".")
     keys = draft.value_in_file(".".join(parent_names)) if parent_names else draft.keys
     for parent_name in parent_names:
@@ -172,35 +188,34 @@ def _has_key(draft: Draft, path: str, table: Table) -> bool:
     return isinstance(keys, Mapping) and (name in keys or name in table)
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """What `convert` was called with, but for the omitted keys."""
+class _KeyOfSetting(NamedTuple):
+    """A key of the file that decides a setting; is_inexact: also further settings."""
 
-    files: Sequence[Path]
-    world_size: int | None
-    trainer_name: str | None
-    task: str | None
-    overrides: Sequence[str]
-    more_words: Sequence[str]
+    is_unset: bool
+    is_inexact: bool
+    key: str
 
 
 def _by_keys_of_file(problems: Sequence[Problem], draft: Draft, table: Table) -> list[Problem]:
     """Return the problems of settings as problems of the keys of the file that decide the settings,
-    one for each key; the problem of a setting that no key of the file decides as it is."""
+    one for each key. Problems of settings that no key decides are returned unchanged."""
     problem_of_key: dict[str, Problem] = {}
     for problem in problems:
         setting = problem.key
-        # The setting of a key's row, or a section of the setting; exact names first.
-        distances: list[tuple[bool, bool, str]] = []
+        # Keys whose row names the setting, a section around it, or a setting within it.
+        candidates: list[_KeyOfSetting] = []
         for key, row in table.items():
             for name in [row.path, *re.findall(r"`([a-z_.]+)`", row.text)]:
                 is_within = f"{setting}.".startswith(f"{name}.") or name.startswith(f"{setting}.")
                 if name and is_within and row.kind in ("sets", "read"):
-                    distances.append((is_unset(draft.value(key)), name != setting, key))
-        if not distances or setting in draft.given_settings:
+                    is_key_unset = is_unset(draft.value(key))
+                    candidates.append(_KeyOfSetting(is_key_unset, name != setting, key))
+        if not candidates or setting in draft.given_settings:
             problem_of_key[setting] = problem
             continue
-        _, _, key = min(distances, key=lambda distance: distance[:2])
+        # Prefer a key with a value, then an exact key; of equal ones the first in the table.
+        best = min(candidates, key=lambda candidate: (candidate.is_unset, candidate.is_inexact))
+        key = best.key
         row_path = table[key].path or setting
         fix = f"{key}: VALUE in the file, or {row_path}=VALUE after the file"
         if draft.value(key) is None:
@@ -213,45 +228,42 @@ def _by_keys_of_file(problems: Sequence[Problem], draft: Draft, table: Table) ->
     return list(problem_of_key.values())
 
 
-def _whole_command(draft: Draft, arguments: _Arguments) -> list[Problem]:
-    """Return the line that names every option with which the files can be converted; the whole
-    command, if the options answer every problem. Empty for a single key to omit, whose problem
-    names the option."""
+def _whole_command(
+    draft: Draft, files: Sequence[Path], overrides: Sequence[str], option_words: Sequence[str]
+) -> list[Problem]:
+    """Return one problem whose fix names all options that the problems suggest: the complete
+    command if the options solve every problem, else the options. Empty for a single key to omit,
+    whose own problem names the option. option_words: options that the user gave."""
     omitted = [
         p.key
         for p in draft.problems
         if f"--omit {p.key} " in f"{p.remedy} " and not p.remedy.startswith("did you mean")
     ]
     settings = [f"{path}=VALUE" for path in draft.missing_settings]
-    if len(omitted) + 2 * len(settings) < 2:
+    if not settings and len(omitted) < 2:
         return []
     all_omitted = list(dict.fromkeys((*draft.omitted, *omitted)))
     options = ["--omit", *all_omitted] if all_omitted else []
     rule = "a run without them is another one" if omitted else "the value is yours to choose"
     if len(draft.problems) > len(omitted) + len(settings):
         return [Problem("all of these", None, rule, shlex.join([*settings, *options]))]
-    first, *further_files = map(str, arguments.files)
-    # Settings before the options that take several words, which would take them, too.
-    words = ["bigtrain", "convert", first, *arguments.overrides, *settings]
+    first, *further_files = map(str, files)
+    # Settings come before the options: an option of several words would take them, too.
+    words = ["bigtrain", "convert", first, *overrides, *settings]
     if further_files:
         words += ["--also", *further_files]
-    for option, value in (
-        ("--world-size", arguments.world_size),
-        ("--from", arguments.trainer_name),
-        ("--task", arguments.task),
-    ):
-        if value is not None:
-            words += [option, str(value)]
-    command = shlex.join([*words, *arguments.more_words, *options])
+    command = shlex.join([*words, *option_words, *options])
     return [Problem("the command", None, rule, command)]
 
 
 def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Trainer:
-    """Return the trainer of a file, by name or by its keys. Raises ConfigError."""
-    for own_keys, reason in _NOT_CONVERTED.items():
-        if refused := sorted({*own_keys} & tree.keys()):
+    """Return the trainer of a file, by `name` or else by its keys. Raises ConfigError for a file
+    of no trainer."""
+    # Files that are no trainer's, or not converted.
+    for marker_keys, reason in _NOT_CONVERTED.items():
+        if markers := sorted({*marker_keys} & tree.keys()):
             rule = f"{reason}, which is not converted"
-            raise ConfigError(Problem(label, refused[0], rule, "write the run by `bigtrain init`"))
+            raise ConfigError(Problem(label, markers[0], rule, "write the run by `bigtrain init`"))
     if len({"model", "data", "batch", "train", "optimizer", "output"} & tree.keys()) > 2:
         fix = f"bigtrain check --config {shlex.quote(label)}"
         raise ConfigError(Problem(label, None, "is a run of bigtrain already", fix))
@@ -261,24 +273,25 @@ def find_trainer(tree: Mapping[str, Any], label: str, name: str | None) -> Train
     if name is not None:
         return TRAINERS[name]
     owner = next((source for source in TRAINERS.values() if source.owns(source.flat(tree))), None)
-    # A misspelt key may decide it: then another trainer has more of the keys.
-    num_known = len(owner.flat(tree).keys() & owner.table.keys()) if owner else 0
+    # The key by which a trainer is detected may be misspelled. Then this trainer knows more keys of
+    # the file than the detected owner, and owns the file with corrected keys.
+    num_owner_keys = len(owner.flat(tree).keys() & owner.table.keys()) if owner else 0
     for candidate in TRAINERS.values():
         keys = candidate.flat(tree)
-        matches = {
-            key: difflib.get_close_matches(key, candidate.table, n=1, cutoff=MISSPELT)
-            for key in keys.keys() - candidate.table.keys()
-        }
-        corrections = {key: names[0] for key, names in matches.items() if names}
-        is_nearer = len(keys.keys() & candidate.table.keys()) > num_known
-        if corrections and is_nearer and not candidate.owns(keys):
+        corrections: dict[str, str] = {}
+        for key in keys.keys() - candidate.table.keys():
+            cutoff = MISSPELLING_SIMILARITY
+            if similar := difflib.get_close_matches(key, candidate.table, n=1, cutoff=cutoff):
+                corrections[key] = similar[0]
+        has_more_keys = len(keys.keys() & candidate.table.keys()) > num_owner_keys
+        if corrections and has_more_keys and not candidate.owns(keys):
             corrected = {corrections.get(key, key): value for key, value in keys.items()}
             if candidate.owns(corrected):
                 rule = f"is not a key of {candidate.name}, whose other keys the file has"
                 raise ConfigError(
                     [
-                        Problem(key, keys[key], rule, f"did you mean {name}?")
-                        for key, name in corrections.items()
+                        Problem(key, keys[key], rule, f"did you mean {corrected_key}?")
+                        for key, corrected_key in corrections.items()
                     ],
                     label,
                 )

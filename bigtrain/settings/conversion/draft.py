@@ -12,9 +12,9 @@ from bigtrain.settings.conversion.accepted_values import as_number
 from bigtrain.settings.conversion.tables import KeyRow, Table
 
 OMIT = "--omit {} accepts a run without it"
-MISSPELT = 0.8
-"""Similarity, of difflib, from which a key that a trainer does not have is taken for a misspelling
-of one that it has."""
+MISSPELLING_SIMILARITY = 0.8
+"""Similarity (difflib's ratio) from which an unknown key is taken for a misspelling of a known
+one."""
 
 
 def is_unset(value: object) -> bool:
@@ -31,13 +31,14 @@ def is_unset(value: object) -> bool:
 class Draft:
     """Settings of a run, commands before it, and what has no counterpart.
 
-    keys: of the other trainer's file. omitted: keys that the user does without. world_size: ranks;
-    None if it was not given. defaults: of keys, in the other trainer. given_settings: texts of the
-    settings of the run that the user sets, by dotted key. run: sections of the run. commands:
-    that make the data. notes: lines on keys without counterpart, and on differences. problems: what
-    changes the mathematics and has no counterpart, or is not known. unreadable: keys without a
-    known value, since the file misspells the key or the value, each with a problem.
-    missing_settings: dotted keys of the run that the file leaves open, each with a problem.
+    trainer: name of the file's trainer. keys: of the file, with values. omitted: keys that the user
+    does without (--omit). world_size: ranks; None if it was not given. defaults: the
+    trainer's defaults of keys. given_settings: the run's settings that the user sets, as texts, by
+    dotted key. run: sections of the run. commands: that make the data. notes: lines on keys without
+    counterpart, and on differences. problems: of keys that change the mathematics and have no
+    counterpart, or are unknown. unreadable: keys without a usable value, since the file misspells
+    the key or the value; each has a problem. missing_settings: dotted keys of the run that neither
+    the file nor the user sets; each has a problem.
     """
 
     trainer: str
@@ -54,7 +55,7 @@ class Draft:
     missing_settings: list[str] = field(default_factory=list)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key of the file. Where it is absent, null or omitted: the other
+        """Return the value of a key of the file. If it is absent, null or omitted: the
         trainer's default, or `default`."""
         value = None if key in self.omitted else self._without_omitted(key, self.keys.get(key))
         return self.defaults.get(key, default) if value is None else value
@@ -80,7 +81,8 @@ class Draft:
         value: Any = self.keys
         for name in path.split("."):
             if isinstance(value, list):
-                value = dict(enumerate(value)).get(int(name)) if name.isdecimal() else None
+                index = int(name) if name.isdecimal() else len(value)
+                value = value[index] if index < len(value) else None
             else:
                 value = value.get(name) if isinstance(value, Mapping) else None
         return value
@@ -94,16 +96,17 @@ class Draft:
         section[name] = value
 
     def refuse(self, key: str, rule: str, fix: str = "") -> None:
-        """Add the problem of a key of the file, unless its value is a problem already."""
+        """Add the problem of a key of the file, unless the key, or a key around or within it, has a
+        problem already."""
         for path in self.unreadable:
             if f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}."):
                 return
         self.problems.append(Problem(key, self.value_in_file(key), rule, fix or OMIT.format(key)))
 
     def required_number(self, key: str, path: str, alternative: str = "") -> Any:
-        """Return the number of a key that is a setting of the run, by the dotted key `path`: the
-        file's, else the one that the user sets. 0 where the user sets `alternative` in its place;
-        else a problem, and 1."""
+        """Return the number that the file has under `key`, or else the user under `path`, the
+        setting of the run. If neither has it: 0 if the user sets `alternative`, which replaces the
+        setting; else 1, and a problem."""
         number = self.number(key) or as_number(self.given_settings.get(path))
         if isinstance(number, (int, float)) and number:
             return number
@@ -117,8 +120,8 @@ class Draft:
         return 1
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return the number of a key, which YAML may have read as a text (1e-5); a problem for what
-        is not one."""
+        """Return the number of a key, which YAML may have read as a text (1e-5). Adds a problem and
+        returns `default` if the value is not a number."""
         value = as_number(self.value(key, default))
         if isinstance(value, (int, float)) or value is None:
             return value
@@ -126,8 +129,8 @@ class Draft:
         return default
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """Return the keys and values of a key; empty where it is absent, a problem for a value of
-        another type."""
+        """Return the dictionary of a key; empty if it is absent, or, with a problem, if the value
+        is of another type."""
         value = self.value(key, {})
         if isinstance(value, Mapping):
             return dict(value)
@@ -135,20 +138,23 @@ class Draft:
         return {}
 
     def apply(self, table: Table) -> None:
-        """Go through the keys of the file by a table; a key that it does not have is a problem."""
+        """Set, note or refuse each key of the file, as its row of `table` decides; a key without a
+        row is refused."""
         self.apply_members("", self.keys, table)
 
     def apply_members(self, prefix: str, keys: Mapping[str, Any], table: Table) -> None:
-        """Go through the keys of a dictionary. prefix: before the names of the keys."""
+        """Apply `table` to the keys of a dictionary. prefix: path of the dictionary in the file, as
+        ``datasets.0.``."""
         for name, value in keys.items():
             key = f"{prefix}{name}"
             if key in self.omitted:
                 self.notes.append(f"{key} = {value!r}: omitted, as --omit asks")
             elif name not in table:
                 if not is_unset(value):
-                    self._refuse_unknown(
-                        prefix, str(name), {key: table[key] for key in table if key not in keys}
-                    )
+                    absent_rows = {
+                        row_key: row for row_key, row in table.items() if row_key not in keys
+                    }
+                    self._refuse_unknown(prefix, str(name), absent_rows)
             else:
                 self._apply_row(key, self._without_omitted(key, value), table[name])
                 if table[name].members:
@@ -156,19 +162,23 @@ class Draft:
                         self.apply_members(f"{path}.", entry, table[name].members)
 
     def _refuse_unknown(self, prefix: str, name: str, candidates: Table) -> None:
-        """Refuse a key that the table does not have. A key similar to one of the `candidates` is
-        taken for a misspelling: then the value of the similar key is not missing. Keys that change
-        the run come first: lora_rank of Axolotl is lora_r, not local_rank."""
+        """Refuse a key without a row. If a key of `candidates` (rows of keys that the file does not
+        have) is similar, the refused key is taken for its misspelling, and the similar key is not
+        reported as missing. Keys that change the run come first: lora_rank of Axolotl is lora_r,
+        not local_rank."""
         fix = OMIT.format(f"{prefix}{name}")
         effective = [key for key, row in candidates.items() if row.kind != "note"]
-        similar = difflib.get_close_matches(name, effective, n=1, cutoff=MISSPELT)
-        similar = similar or difflib.get_close_matches(name, candidates, n=1, cutoff=MISSPELT)
+        similar = difflib.get_close_matches(name, effective, n=1, cutoff=MISSPELLING_SIMILARITY)
+        similar = similar or difflib.get_close_matches(
+            name, candidates, n=1, cutoff=MISSPELLING_SIMILARITY
+        )
         if similar:
             fix = f"did you mean {similar[0]}? Otherwise {fix}"
         self.refuse(f"{prefix}{name}", f"is not a key of {self.trainer} that bigtrain knows", fix)
         self.unreadable.update(f"{prefix}{key}" for key in similar)
 
     def _apply_row(self, key: str, value: Any, row: KeyRow) -> None:
+        """Set, note or refuse a key with a value. Keys of the kind "read" are read elsewhere."""
         if value is None or row.kind == "read":
             return
         if row.kind == "sets":
@@ -183,12 +193,11 @@ class Draft:
         elif row.kind == "refused" and not is_unset(value):
             self.refuse(key, row.text)
         elif row.kind == "note" and not is_unset(value):
-            value_text = repr(value)
-            self.notes.append(f"{key} = {value_text[:60]}: {row.text}")
+            self.notes.append(f"{key} = {repr(value)[:60]}: {row.text}")
 
 
 def _dictionaries(path: str, value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a dictionary, or each one of a list, with its dotted path."""
+    """Yield a value that is a dictionary, or each dictionary in a list, with its dotted path."""
     if isinstance(value, Mapping):
         yield path, value
     for number, entry in enumerate(value if isinstance(value, list) else ()):

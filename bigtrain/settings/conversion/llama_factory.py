@@ -1,4 +1,5 @@
-"""LLaMA-Factory's YAML: keys of HF TrainingArguments and further keys. Pure but for reading.
+"""LLaMA-Factory's YAML: keys of HF TrainingArguments and further keys. Pure, except that it reads
+dataset_info.json.
 Defaults are taken from LLaMA-Factory (hparams/, data/template.py) of August 2026."""
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from bigtrain.settings.conversion.accepted_values import (
     Values,
 )
 from bigtrain.settings.conversion.common import (
+    held_out_options,
     model_name,
     read_members,
     set_data,
     set_packing,
+    shard_directories,
     tokenize_command,
 )
 from bigtrain.settings.conversion.draft import Draft
@@ -41,7 +44,7 @@ from bigtrain.settings.conversion.trainer_keys import TRAINER_TABLE
 NAME = "LLaMA-Factory"
 _OTHER_METHOD = refused("this method of fine-tuning is not implemented")
 
-_RECORD: Table = {
+_DATASET_TABLE: Table = {
     **rows("file_name hf_hub_url", read("`tokenize --input`")),
     **rows("ms_hub_url om_hub_url", note("tokenize reads files, and datasets of Hugging Face")),
     "cloud_file_name": note("name it in --input of the tokenize line"),
@@ -69,8 +72,8 @@ _RECORD: Table = {
         ),
     ),
 }
-_RECORD = with_values(
-    _RECORD,
+_DATASET_TABLE = with_values(
+    _DATASET_TABLE,
     [
         (TEXT, "file_name hf_hub_url subset split"),
         (FLAG, "ranking"),
@@ -121,7 +124,7 @@ TABLE: Table = {
     "dataset_dir": note("dataset_info.json there has the files of the datasets"),
     "dataset_info": read(
         "the `tokenize` lines: dataset_info.json, of whose datasets these keys are known: "
-        + ", ".join(sorted(_RECORD))
+        + ", ".join(sorted(_DATASET_TABLE))
     ),
     "eval_dataset": note("tokenize it, and name it in evaluation.held_out"),
     "val_size": read("`tokenize --held-out`"),
@@ -152,7 +155,7 @@ TABLE: Table = {
         "plot_loss overwrite_cache preprocessing_num_workers tokenized_path use_swanlab "
         "swanlab_project swanlab_run_name predict_with_generate max_new_tokens top_p infer_backend "
         "ray_run_name ray_storage_path ray_num_workers resources_per_worker placement_strategy "
-        "ray_init_kwargs do_eval do_predict fp8 fp8_backend fp8_enable_fsdp_float8_all_gather "
+        "ray_init_kwargs do_eval do_predict fp8_backend fp8_enable_fsdp_float8_all_gather "
         "cache_dir use_fast_tokenizer hf_hub_token export_dir preprocessing_batch_size",
         note("is of the program, not of the training"),
     ),
@@ -176,8 +179,17 @@ _TEMPLATES = {
     },
 }
 """Templates of LLaMA-Factory that write what one of `bigtrain.data.chat.named_templates` does."""
-_LEARN_NEWLINES = ("chatml", "qwen3_nothink", "qwen", "qwen3", "phi", "gemma", "gemma3", "alpaca")
-"""Templates of which LLaMA-Factory also learns newlines after an answer's end."""
+_TEMPLATES_WITH_NEWLINES = (
+    "chatml",
+    "qwen3_nothink",
+    "qwen",
+    "qwen3",
+    "phi",
+    "gemma",
+    "gemma3",
+    "alpaca",
+)
+"""Templates with which LLaMA-Factory also learns the newline after an answer's end."""
 _ATTENTION = {
     "fa2": "flash_attention_2",
     "sdpa": "sdpa",
@@ -193,8 +205,8 @@ def fill(draft: Draft, task: str | None) -> None:
         draft.refuse("stage", f"is not a kind of objective: {', '.join(_STAGES)}", "another stage")
         return
     set_training(draft, {"learning_rate": 5e-5})
-    is_mixed = any(draft.value(key) for key in ("bf16", "fp16")) or "bf16" in draft.omitted
-    if not is_mixed and "pure_bf16" not in draft.keys:
+    has_dtype = draft.value("bf16") or draft.value("fp16") or "bf16" in draft.omitted
+    if not has_dtype and "pure_bf16" not in draft.keys:  # the table refuses pure_bf16
         rule = "without bf16 and fp16 LLaMA-Factory trains the weights in the dtype of their files"
         draft.refuse("bf16", rule, "bf16: true in the file, or --omit bf16: float32")
     if not draft.value("disable_gradient_checkpointing"):
@@ -208,6 +220,7 @@ def fill(draft: Draft, task: str | None) -> None:
 
 
 def _set_objective(draft: Draft, stage: str) -> None:
+    """Set the objective of a stage; the stage dpo has several losses of pairs, in pref_loss."""
     method = METHODS[stage]
     loss = draft.value("pref_loss", "sigmoid")
     if method is METHODS["dpo"] and loss != method.loss:
@@ -224,6 +237,7 @@ def _set_objective(draft: Draft, stage: str) -> None:
 
 
 def _set_adapters(draft: Draft) -> None:
+    """Set the adapters of finetuning_type lora, the default; full has none."""
     method = draft.value("finetuning_type", "lora")
     if method == "full":
         return
@@ -240,7 +254,7 @@ def _set_adapters(draft: Draft) -> None:
         targets=targets,
         dropout=draft.number("lora_dropout", 0.0),
     )
-    # PiSSA is exact here, and an approximation there by default.
+    # PiSSA decomposes the weights exactly; LLaMA-Factory approximates by default.
     if draft.value("pissa_init"):
         draft.set("adapters.init", "pissa")
         if draft.number("pissa_iter", 16) != -1 and "pissa_iter" not in draft.omitted:
@@ -269,38 +283,41 @@ def _set_rows(draft: Draft, stage: str) -> None:
         draft.set("data.packing", "concatenate")
     elif stage == "sft":
         packs = bool(draft.value("neat_packing") or draft.value("packing"))
-        set_packing(draft, packs=packs, length="cutoff_len")
+        set_packing(draft, packs=packs, length_key="cutoff_len")
         if draft.value("packing") and not draft.value("neat_packing"):
             draft.refuse(
                 "packing",
                 "without neat_packing the rows of a pack see each other",
                 "neat_packing: true in the file, or --omit packing: each row in a sample",
             )
+    # One command for each dataset.
     options = _row_options(draft, stage)
     names = [name.strip() for name in str(draft.value("dataset", "DATA")).split(",")]
-    outputs = ["shards/"] if len(names) == 1 else [f"shards-{name}/" for name in names]
-    tokenizer = model_name(draft)
+    outputs = shard_directories(names)
     commands = []
-    are_found = True
+    has_all_sources = True
     for name, output in zip(names, outputs, strict=True):
-        # The dataset's record in dataset_info.json, empty without the file; keys that are not in
-        # `_RECORD` are refused.
+        # Read the dataset's record of dataset_info.json, which is empty without the file, and
+        # refuse its keys that are not in `_DATASET_TABLE`.
         prefix = f"dataset_info.{name}."
-        values = read_members(draft, prefix, draft.value("dataset_info", {}).get(name, {}), _RECORD)
-        draft.apply_members(prefix, draft.keys.get("dataset_info", {}).get(name, {}), _RECORD)
+        kept_keys = draft.value("dataset_info", {}).get(name, {})  # without omitted ones
+        values = read_members(draft, prefix, kept_keys, _DATASET_TABLE)
+        keys_in_file = draft.keys.get("dataset_info", {}).get(name, {})
+        draft.apply_members(prefix, keys_in_file, _DATASET_TABLE)
         record = {key: value for key, value in values.items() if value is not None}
         source = record.get("file_name") or record.get("hf_hub_url")
-        are_found = are_found and source is not None
-        parts = ["--dataset-config", record["subset"]] if record.get("subset") else []
+        has_all_sources = has_all_sources and source is not None
+        source_options = ["--dataset-config", record["subset"]] if record.get("subset") else []
         if record.get("split", "train") != "train":
-            parts += ["--dataset-split", record["split"]]
+            source_options += ["--dataset-split", record["split"]]
         source = source or f"FILE_OF_{name}"
-        commands.append(tokenize_command(source, tokenizer, [*parts, *options], output))
+        row_options = [*source_options, *options]
+        commands.append(tokenize_command(source, model_name(draft), row_options, output))
     folder = draft.value("dataset_dir", "data")
     draft.notes.append(
         f"dataset: columns that {folder}/dataset_info.json renames are --key NAME=COLUMN"
     )
-    if not are_found:
+    if not has_all_sources:
         draft.notes.append(
             f"dataset: {folder}/dataset_info.json, which is not here, has the file, or the Hub's "
             "name, of each FILE_OF_..."
@@ -309,12 +326,8 @@ def _set_rows(draft: Draft, stage: str) -> None:
 
 
 def _row_options(draft: Draft, stage: str) -> list[str]:
-    options = [*METHODS[stage].rows]
-    held_out = draft.number("val_size", 0)
-    if 0 < held_out < 1:
-        options += ["--held-out", str(held_out)]
-    elif held_out:
-        draft.notes.append(f"val_size = {held_out:g} rows: --held-out takes a share of them")
+    """Return the options of `tokenize` that all datasets have."""
+    options = [*METHODS[stage].rows, *held_out_options(draft, "val_size")]
     if draft.value("mask_history"):
         options += ["--learn", "last"]
     if draft.value("max_samples"):
@@ -322,7 +335,7 @@ def _row_options(draft: Draft, stage: str) -> list[str]:
     template = draft.value("template")
     if template in _TEMPLATES and stage != "pt":
         options += ["--chat-template", _TEMPLATES[template]]
-        if template in _LEARN_NEWLINES:
+        if template in _TEMPLATES_WITH_NEWLINES:
             draft.notes.append(
                 f"template = {template!r}: LLaMA-Factory also learns the newline after an answer's "
                 "end"
@@ -337,21 +350,21 @@ def _row_options(draft: Draft, stage: str) -> list[str]:
 
 
 def dataset_info(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the key dataset_info: what ``dataset_dir``/dataset_info.json has of each dataset, with
-    the path of its file. The directory is relative to the current one, or to the `folder` of the
-    YAML; without dataset_info.json there is no key."""
+    """Return the key dataset_info with the records of ``dataset_dir``/dataset_info.json, in which
+    file_name is a complete path; empty without the file. dataset_dir is relative to the current
+    directory, or to `folder`, the directory of the YAML."""
     directory = Path(str(keys.get("dataset_dir", "data")))
     for parent in (directory, folder / directory):
         try:
             records = json.loads((parent / "dataset_info.json").read_bytes())
         except (OSError, ValueError):
             continue
-        rows = records.items() if isinstance(records, dict) else []
-        info = {name: dict(record) for name, record in rows if isinstance(record, dict)}
-        for record in info.values():
+        items = records.items() if isinstance(records, dict) else []
+        dataset_records = {name: dict(record) for name, record in items if isinstance(record, dict)}
+        for record in dataset_records.values():
             if isinstance(record.get("file_name"), str):
                 record["file_name"] = str(parent / record["file_name"])
-        return {"dataset_info": info}
+        return {"dataset_info": dataset_records}
     return {}
 
 

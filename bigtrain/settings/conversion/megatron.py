@@ -14,7 +14,7 @@ from bigtrain.settings.conversion.draft import Draft
 from bigtrain.settings.conversion.megatron_keys import NEOX_NAME
 from bigtrain.settings.conversion.megatron_model import set_model, tokenizer_directory
 
-_OF_TESTS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT", "LAUNCHER")
+_TEST_KEYS = ("ENV_VARS", "TEST_TYPE", "METRICS", "BEFORE_SCRIPT", "AFTER_SCRIPT", "LAUNCHER")
 """Keys of the YAMLs of Megatron-LM's functional tests that are not arguments."""
 
 
@@ -23,17 +23,17 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     below MODEL_ARGS, language_model and model_parallel move to the top."""
     arguments: dict[str, Any] = {}
     for name, value in tree.items():
-        if name in ("MODEL_ARGS", "language_model", "model_parallel") and isinstance(
-            value, Mapping
-        ):
+        is_group = name in ("MODEL_ARGS", "language_model", "model_parallel")
+        if is_group and isinstance(value, Mapping):
             arguments.update(flat(value))
-        elif name not in _OF_TESTS:
+        elif name not in _TEST_KEYS:
             arguments[str(name).lstrip("-").replace("-", "_")] = value
     return arguments
 
 
 def fill_neox(draft: Draft, task: str | None) -> None:
     """Set the settings that follow from several keys of GPT-NeoX."""
+    # Optimizer.
     optimizer = draft.mapping("optimizer")
     params = {name: as_number(value) for name, value in optimizer.get("params", {}).items()}
     if str(optimizer.get("type", "Adam")).lower() not in ("adam", "adamw"):
@@ -41,20 +41,22 @@ def fill_neox(draft: Draft, task: str | None) -> None:
     lr = params.get("lr") or draft.required_number("lr", "optimizer.lr")
     _set_optimizer(draft, lr, params.get("betas", [0.9, 0.999]), params.get("eps", 1e-8))
     draft.set("optimizer.clip_norm", draft.number("gradient_clipping", 1.0))
+    # Length, schedule and batch.
     steps = int(draft.required_number("train_iters", "train.steps", "train.epochs"))
     draft.required_number("seq_length", "batch.sequence_length")
-    warmup = draft.number("warmup", 0.01)
+    warmup_ratio = draft.number("warmup", 0.01)
     decay_iters = int(draft.number("lr_decay_iters", steps))
-    warmup_steps = int(decay_iters * warmup)
+    exact_warmup = decay_iters * warmup_ratio
+    warmup_steps = int(exact_warmup)
     if warmup_steps:
         draft.set("schedule.warmup_steps", warmup_steps)
-    if warmup_steps != decay_iters * warmup:
+    if warmup_steps != exact_warmup:
         draft.notes.append(
-            f"warmup = {warmup:g}: {decay_iters * warmup:g} steps are {warmup_steps}, as there"
+            f"warmup = {warmup_ratio:g}: {exact_warmup:g} steps are {warmup_steps}, as there"
         )
     _set_schedule(draft, lr, steps, decay_iters, warmup_steps)
     _set_neox_batch(draft)
-    # Formats and engine.
+    # Dtypes, engine, checkpoints and model.
     fp16, bf16 = draft.mapping("fp16"), draft.mapping("bf16")
     precision = draft.value("precision")
     dtype = "float16" if fp16.get("enabled") or precision == "fp16" else "float32"
@@ -112,17 +114,19 @@ def fill_megatron(draft: Draft, task: str | None) -> None:
     draft.set("precision.dtype", "float16" if draft.value("fp16") else dtype)
     if draft.value("recompute_activations") or draft.value("recompute_granularity") == "full":
         draft.set("model.gradient_checkpointing", "full")
-    resets = [bool(draft.value(name)) for name in ("reset_position_ids", "reset_attention_mask")]
-    if all(resets):
+    resets_positions = bool(draft.value("reset_position_ids"))
+    resets_attention = bool(draft.value("reset_attention_mask"))
+    if resets_positions and resets_attention:
         draft.set("data.document_boundaries", "isolate")
-    elif any(resets):
-        key = "reset_position_ids" if resets[0] else "reset_attention_mask"
+    elif resets_positions or resets_attention:
+        key = "reset_position_ids" if resets_positions else "reset_attention_mask"
         draft.refuse(key, "positions and attention are isolated together, or not at all")
     set_model(draft, uses_rms=draft.value("normalization", "LayerNorm") == "RMSNorm")
     _set_data(draft)
 
 
 def _set_optimizer(draft: Draft, lr: float, betas: list[float], eps: float) -> None:
+    """Set AdamW, and the seed, from these values and from arguments that both trainers have."""
     draft.set("optimizer.type", "adamw")
     draft.set("optimizer.lr", lr)
     draft.set("optimizer.betas", betas)
@@ -133,9 +137,9 @@ def _set_optimizer(draft: Draft, lr: float, betas: list[float], eps: float) -> N
 
 def _set_schedule(draft: Draft, lr: float, steps: int, decay_iters: int, warmup_steps: int) -> None:
     """Set the schedule. After warmup, with progress p in [0, 1] over the decay steps:
-    cosine: min_lr + (lr - min_lr) (1 + cos(pi p)) / 2, as here. linear: Megatron-LM's line ends at
-    min_lr; GPT-NeoX's at 0, cut off at min_lr, which it reaches after (1 - min_lr / lr) of the
-    decay steps. Sources: GPT-NeoX megatron/learning_rates.py, Megatron-LM
+    cosine: min_lr + (lr - min_lr) (1 + cos(pi p)) / 2, as in bigtrain. linear: Megatron-LM's line
+    ends at min_lr; GPT-NeoX's line ends at 0 but is cut off at min_lr, which it reaches after
+    (1 - min_lr / lr) of the decay steps. Sources: GPT-NeoX megatron/learning_rates.py, Megatron-LM
     core/optimizer_param_scheduler.py."""
     style = draft.value("lr_decay_style", "linear")
     if style not in ("cosine", "linear", "constant"):
@@ -165,9 +169,10 @@ def _set_schedule(draft: Draft, lr: float, steps: int, decay_iters: int, warmup_
 
 
 def _set_neox_batch(draft: Draft) -> None:
-    tensor = int(draft.number("model_parallel_size", 1))
-    pipeline = max(1, int(draft.number("pipe_parallel_size", 0)))
-    for size, name in ((tensor, "tensor"), (pipeline, "pipeline")):
+    """Set the parallel degrees, and the batch, which depends on them."""
+    tensor_size = int(draft.number("model_parallel_size", 1))
+    pipeline_size = max(1, int(draft.number("pipe_parallel_size", 0)))
+    for size, name in ((tensor_size, "tensor"), (pipeline_size, "pipeline")):
         if size > 1:
             draft.set(f"parallel.{name}", size)
     micro_batch_size = int(draft.number("train_micro_batch_size_per_gpu", 1))
@@ -183,36 +188,36 @@ def _set_neox_batch(draft: Draft) -> None:
         )
     else:
         accumulation = int(draft.number("gradient_accumulation_steps", 1))
-        data_size = max(1, draft.world_size // (tensor * pipeline))
+        data_size = max(1, draft.world_size // (tensor_size * pipeline_size))
         draft.set("batch.global_batch_size", micro_batch_size * accumulation * data_size)
 
 
 def _set_data(draft: Draft) -> None:
-    """Set the data, and the command that makes a dataset of it."""
+    """Set the data, and the command that makes a dataset of Megatron's .bin and .idx files."""
     paths = draft.value("train_data_paths", draft.value("data_path", "DATA/text_document"))
     paths = paths if isinstance(paths, list) else str(paths).split()
-    held_out = draft.value("valid_data_paths")
+    held_out_paths = draft.value("valid_data_paths")
     tokenizer = tokenizer_directory(draft)
     words = ["bigtrain manifest", *map(str, paths), f"--tokenizer {tokenizer}"]
-    if isinstance(held_out, list):
-        words += ["--held-out", *map(str, held_out)]
+    if isinstance(held_out_paths, list):
+        words += ["--held-out", *map(str, held_out_paths)]
     draft.commands.append(" ".join(words))
     draft.notes.append(
         "data without .bin and .idx files, such as the JSONL that they were made of: `bigtrain "
         f"tokenize --input FILE.jsonl --tokenizer {tokenizer} --output shards/` in place of "
         "`manifest`, and data.path=shards/"
     )
-    if draft.value("split") and not isinstance(held_out, list):
+    if draft.value("split") and not isinstance(held_out_paths, list):
         draft.notes.append(
             f"split = {draft.value('split')}: no part of the data is held out, unless `manifest "
             "--held-out` names files or `tokenize --held-out` a share"
         )
-    draft.set("data.path", str(paths[0]).rpartition("/")[0] or ".")
+    draft.set("data.path", str(paths[0]).rpartition("/")[0] or ".")  # the directory of the files
     if "output" not in draft.run:
         draft.set("output.directory", "runs/converted")
-    iterations = draft.number("eval_iters")
-    if iterations and "global_batch_size" in draft.run.get("batch", {}):
-        draft.set("evaluation.samples", int(iterations * draft.run["batch"]["global_batch_size"]))
+    num_batches = draft.number("eval_iters")
+    if num_batches and "global_batch_size" in draft.run.get("batch", {}):
+        draft.set("evaluation.samples", int(num_batches * draft.run["batch"]["global_batch_size"]))
 
 
 def is_neox(arguments: Mapping[str, Any]) -> bool:

@@ -25,7 +25,8 @@ _PLAIN_ACTIVATIONS = {
 
 def set_model(draft: Draft, *, uses_rms: bool) -> None:
     """Set ``model.config`` for the two families that Hugging Face has: GPT-NeoX with layer norms
-    and GELU, and Llama with RMS norms and SwiGLU. Anything between is a problem."""
+    and GELU, and Llama with RMS norms and SwiGLU. Other combinations are refused."""
+    # Initial weights, then sizes: other keys have no meaning without sizes.
     if draft.value("load") and draft.value("load") == draft.value("save"):
         draft.notes.append("load, which is save: the same command resumes")
     elif draft.value("load"):
@@ -47,6 +48,7 @@ def set_model(draft: Draft, *, uses_rms: bool) -> None:
             key = "num_layers" if name == "num_hidden_layers" else name
             draft.refuse(key, "is missing", "the number in the file, or another file with it")
             return
+    # Refuse what neither family has.
     position = draft.value("pos_emb", draft.value("position_embedding_type", "learned"))
     if position not in ("rotary", "rope"):
         draft.refuse("pos_emb", f"{position} positions are not converted: rotary", "model.config")
@@ -65,6 +67,7 @@ def set_model(draft: Draft, *, uses_rms: bool) -> None:
             "model.config, with a model_type that has both",
         )
         return
+    # Write the configuration.
     model_type = "llama" if uses_rms else "gpt_neox"
     if draft.value("add_qkv_bias") and uses_rms:
         model_type = "qwen2"  # a llama whose projections of queries, keys and values have biases
@@ -73,22 +76,23 @@ def set_model(draft: Draft, *, uses_rms: bool) -> None:
     config: dict[str, Any] = {"model_type": model_type, **sizes}
     config["vocab_size"] = _vocabulary_rows(draft)
     config["initializer_range"] = _initializer_range(draft, sizes["hidden_size"])
-    # NeoX ties embedding and head unless told otherwise; so does Megatron.
-    untied = draft.value("no_weight_tying") or draft.value("untie_embeddings_and_output_weights")
-    config["tie_word_embeddings"] = not untied
-    base = draft.number("rotary_emb_base", draft.number("rotary_base", 10000))
-    share = draft.number("rotary_pct", draft.number("rotary_percent", 1.0))
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": float(base)}
+    # Both trainers tie embedding and head by default.
+    is_untied = draft.value("no_weight_tying") or draft.value("untie_embeddings_and_output_weights")
+    config["tie_word_embeddings"] = not is_untied
+    rope_theta = draft.number("rotary_emb_base", draft.number("rotary_base", 10000))
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": float(rope_theta)}
+    # The share of a head's elements that are rotated.
+    rotary_share = draft.number("rotary_pct", draft.number("rotary_percent", 1.0))
     if uses_rms:
-        _complete_llama(draft, config, share)
+        _complete_llama(draft, config, rotary_share)
     else:
-        _complete_neox(draft, config, share)
+        _complete_neox(draft, config, rotary_share)
     draft.set("model.config", config)
 
 
 def _initializer_range(draft: Draft, hidden_size: int) -> float:
-    """Return the standard deviation of the initial weights. Outputs of attention and MLP have
-    another one in both trainers: by default this is listed, and a value of the file is refused."""
+    """Return the standard deviation of the initial weights. In both trainers, output projections of
+    attention and MLP have a smaller one: their default is noted, another method is refused."""
     method = draft.value("init_method", "normal")
     standard_deviation = float(draft.number("init_method_std", 0.02))
     if method == "small_init":  # megatron/model/init_functions.py, small_init_init_method
@@ -96,13 +100,13 @@ def _initializer_range(draft: Draft, hidden_size: int) -> float:
     elif method != "normal":
         draft.refuse("init_method", INITIALIZATION)
     if "output_layer_init_method" not in draft.omitted:
-        outputs = draft.value("output_layer_init_method", "scaled_normal")
-        if outputs == "scaled_normal":
+        output_method = draft.value("output_layer_init_method", "scaled_normal")
+        if output_method == "scaled_normal":
             draft.notes.append(
                 "output_layer_init_method = 'scaled_normal': initial weights of the outputs of "
                 "attention and MLP have initializer_range, not init_method_std / sqrt(2 num_layers)"
             )
-        elif outputs != "normal" or method != "normal":
+        elif output_method != "normal" or method != "normal":
             draft.refuse("output_layer_init_method", INITIALIZATION)
     return standard_deviation
 
@@ -110,8 +114,8 @@ def _initializer_range(draft: Draft, hidden_size: int) -> float:
 def _vocabulary_rows(draft: Draft) -> int:
     """Return the rows of the embedding: `vocab_size`, or the tokenizer's tokens, padded to a
     multiple of make_vocab_size_divisible_by x tensor-parallel size (GPT-NeoX
-    megatron/tokenizer/tokenizer.py, `_vocab_size_with_padding`). A problem if neither is known and
-    the user does not set it; then 0."""
+    megatron/tokenizer/tokenizer.py, `_vocab_size_with_padding`). 0 if the user sets the number; 0
+    and a problem if it is unknown."""
     rows = draft.number("padded_vocab_size", draft.number("vocab_size"))
     if rows is not None:
         return int(rows)
@@ -137,7 +141,8 @@ def _vocabulary_rows(draft: Draft) -> int:
 
 
 def tokenizer_directory(draft: Draft) -> str:
-    """Return the directory with the tokenizer's file that the arguments name, or TOKENIZER."""
+    """Return the directory of the tokenizer's file that the arguments name; without one, the
+    placeholder TOKENIZER."""
     name = draft.value("vocab_file", draft.value("tokenizer_model"))
     if not isinstance(name, str):
         return "TOKENIZER"
@@ -154,13 +159,14 @@ def _count_tokens(directory: str) -> int:
         ids = [token["id"] for token in tree.get("added_tokens") or []]
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-    # A Unigram model lists its tokens, other models have their numbers.
+    # A Unigram model has a list of tokens, other models a dictionary from tokens to ids.
     ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
     return max(ids, default=-1) + 1
 
 
-def _complete_neox(draft: Draft, config: dict[str, Any], share: float) -> None:
-    config["rope_parameters"]["partial_rotary_factor"] = float(share)
+def _complete_neox(draft: Draft, config: dict[str, Any], rotary_share: float) -> None:
+    """Add the keys of a gpt_neox to `config`."""
+    config["rope_parameters"]["partial_rotary_factor"] = float(rotary_share)
     config["intermediate_size"] = int(
         draft.number(
             "intermediate_size", draft.number("ffn_hidden_size", 4 * config["hidden_size"])
@@ -186,9 +192,10 @@ def _complete_neox(draft: Draft, config: dict[str, Any], share: float) -> None:
         )
 
 
-def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:
+def _complete_llama(draft: Draft, config: dict[str, Any], rotary_share: float) -> None:
+    """Add the keys of a llama, or qwen2, to `config`."""
     hidden_size = config["hidden_size"]
-    if share != 1:
+    if rotary_share != 1:
         draft.refuse("rotary_pct", "a llama rotates all of a head: 1", "model.config")
     has_biases = bool(draft.value("add_bias_linear")) and not draft.value("disable_bias_linear")
     if config["model_type"] == "llama":
@@ -199,15 +206,14 @@ def _complete_llama(draft: Draft, config: dict[str, Any], share: float) -> None:
             "add_bias_linear", "a qwen2 has the biases of add_qkv_bias only: false", "model.config"
         )
     if draft.trainer == NEOX_NAME:
-        # A gated MLP of GPT-NeoX has a third of the size for each projection, rounded up
-        # (megatron/model/transformer.py, ffn_dim_in).
+        # A gated MLP of GPT-NeoX has a third of the size for each projection, rounded
+        # up to a multiple (megatron/model/transformer.py, ffn_dim_in).
         multiple = int(draft.number("mlp_multiple_of", 1))
-        third = int(draft.number("intermediate_size", 4 * hidden_size) * 2 / 3) // 2
-        config["intermediate_size"] = -(-third // multiple) * multiple
+        projection_size = int(draft.number("intermediate_size", 4 * hidden_size) * 2 / 3) // 2
+        config["intermediate_size"] = -(-projection_size // multiple) * multiple
     else:
-        ffn_size = draft.number("ffn_hidden_size")
-        default = int(4 * hidden_size * 2 / 3) // 64 * 64
-        config["intermediate_size"] = int(ffn_size or default)
+        default_size = int(4 * hidden_size * 2 / 3) // 64 * 64
+        config["intermediate_size"] = int(draft.number("ffn_hidden_size") or default_size)
     key_heads = draft.number("num_kv_heads", config["num_attention_heads"])
     if draft.trainer == MEGATRON_NAME and draft.value("group_query_attention"):
         key_heads = draft.number("num_query_groups", 1)

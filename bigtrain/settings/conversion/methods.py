@@ -1,4 +1,4 @@
-"""Methods of other trainers, and the objective and rows that each is here. Pure."""
+"""Methods of other trainers, and the objective and row format of bigtrain for each. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from bigtrain.settings.conversion.draft import Draft
 
 @dataclass(frozen=True)
 class Method:
-    """Method of training. objective: ``objective.type``; None: the next token. loss: of pairs.
-    has_beta, has_weights, is_centered: settings of the objective. rows: ``tokenize --format``."""
+    """Method of training. objective: ``objective.type``; None: next_token. loss: of preference
+    pairs. has_beta, has_weights, is_centered: which settings the objective has. rows: options of
+    ``tokenize`` that name the rows' format."""
 
     objective: str | None = None
     loss: str | None = None
@@ -33,20 +34,20 @@ METHODS: Mapping[str, Method] = dict(
     reward=Method("reward", is_centered=True, rows=_PAIRS),
 )
 """Methods by the names that TRL, Axolotl and LLaMA-Factory have for them."""
-METHODS = {**METHODS, "rm": METHODS["reward"]}
+METHODS = {**METHODS, "rm": METHODS["reward"]}  # LLaMA-Factory's name
 
 _TERMS_OF_PAIRS: Mapping[str, str] = {
     "label_smoothing": "label_smoothing",
     "dpo_label_smoothing": "label_smoothing",
     "pref_ftx": "sft_weight",
 }
-"""Keys of terms that losses of pairs have, and settings of the objective. LLaMA-Factory's pref_ftx
-weighs the mean over the answer's tokens, as here (train/dpo/trainer.py, `sft_loss`)."""
+"""Keys of terms that only losses of pairs have, and the settings of the objective. LLaMA-Factory's
+pref_ftx weighs the mean over the answer's tokens, as here (train/dpo/trainer.py, `sft_loss`)."""
 
 
-def set_objective(draft: Draft, method: Method, beta: float, weights: Sequence[str]) -> None:
-    """Set the objective of a method. beta: of the file. weights: keys of the weights of desirable
-    and undesirable answers."""
+def set_objective(draft: Draft, method: Method, beta: float, weight_keys: Sequence[str]) -> None:
+    """Set the objective of a method. beta: of the file. weight_keys: keys of the weights of
+    desirable and of undesirable answers."""
     if method.loss is None:
         for key in _TERMS_OF_PAIRS:
             if draft.value(key):
@@ -62,8 +63,8 @@ def set_objective(draft: Draft, method: Method, beta: float, weights: Sequence[s
     if method.has_beta:
         draft.set("objective.beta", beta)
     if method.has_weights:
-        draft.set("objective.desirable_weight", draft.number(weights[0], 1.0))
-        draft.set("objective.undesirable_weight", draft.number(weights[1], 1.0))
+        draft.set("objective.desirable_weight", draft.number(weight_keys[0], 1.0))
+        draft.set("objective.undesirable_weight", draft.number(weight_keys[1], 1.0))
     if method.loss == "simpo":
         draft.set("objective.gamma", draft.number("simpo_gamma", 0.5))
     if method.is_centered:

@@ -15,12 +15,13 @@ RowKind = Literal["sets", "read", "note", "only", "refused"]
 class KeyRow:
     """Meaning of a key.
 
-    kind: ``sets`` the setting `path` of the run to the value, or to that of `values`; ``read`` with
-    other keys, as `text` says; ``note``: no counterpart, and the mathematics is the same without;
-    ``only``: `allowed` values need no setting, any other one changes the mathematics; ``refused``:
-    any value but null, false, 0 and an empty one changes the mathematics. accepted: values that the
-    trainer takes, of keys whose values are read. members: rows of the keys within a dictionary, or
-    within each dictionary of a list; without them any key is within it.
+    kind: ``sets``: the key is the setting `path` of the run, whose value is `values[value]`, or the
+    same value without `values`; ``read``: decides settings together with other keys (`text` names
+    them); ``note``: no counterpart, and no effect on the mathematics; ``only``: `allowed`
+    values need no setting, any other value changes the mathematics; ``refused``: any value but
+    null, false, 0 and an empty one changes the mathematics. accepted: values that the trainer
+    takes, for keys whose values are read. members: rows of the keys within the key's dictionary, or
+    within each dictionary of the key's list; without rows, any key may be within it.
     """
 
     kind: RowKind
@@ -34,14 +35,14 @@ class KeyRow:
     def describe(self) -> str:
         """Return the cell of the row in the table of docs/reference/convert.md."""
         values = ", ".join(f"{name} is {value}" for name, value in self.values.items())
-        by_kind = {
+        text_by_kind = {
             "sets": f"`{self.path}`" + (f" ({values})" if values else ""),
             "read": self.text,
             "note": f"no counterpart: {self.text}",
             "only": f"only {' or '.join(map(str, self.allowed))}: {self.text}",
             "refused": f"refused: {self.text}",
         }
-        return by_kind[self.kind]
+        return text_by_kind[self.kind]
 
 
 Table = Mapping[str, KeyRow]
@@ -74,13 +75,12 @@ def refused(text: str) -> KeyRow:
 
 
 def rows(names: str, row: KeyRow) -> dict[str, KeyRow]:
-    """Return a table in which each of the `names`, divided by spaces, has the same row."""
+    """Return a table in which each of the `names`, divided by spaces, has the row."""
     return dict.fromkeys(names.split(), row)
 
 
 def with_values(table: Table, values: Accepted) -> Table:
-    """Return a table whose rows have the values that the trainer takes: `values`, each with the
-    names of keys, divided by spaces."""
+    """Return `table` with the values that the trainer takes (`KeyRow.accepted`)."""
     accepted = {
         name: accepted_values for accepted_values, names in values for name in names.split()
     }

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigtrain.settings.conversion.common import (
+    KeyDefault,
     model_name,
     set_adam,
+    set_attention,
     set_batch,
     set_data,
     set_dtype,
@@ -26,6 +28,7 @@ from bigtrain.settings.conversion.common import (
     set_schedule,
     set_steps,
     set_trackers,
+    shard_directories,
     tokenize_command,
 )
 from bigtrain.settings.conversion.draft import Draft
@@ -38,7 +41,7 @@ _SHARED: Mapping[str, Any] = {
     "gradient_checkpointing": True,
     "logging_steps": 10,
 }
-_TASKS: Mapping[str, dict[str, Any]] = dict(
+_TASK_DEFAULTS: Mapping[str, dict[str, Any]] = dict(
     pretrain={"learning_rate": 5e-5},
     sft={"learning_rate": 2e-5, **_SHARED},
     dpo={"learning_rate": 1e-6, **_SHARED},
@@ -46,27 +49,28 @@ _TASKS: Mapping[str, dict[str, Any]] = dict(
     kto={"learning_rate": 1e-6, "train_sampling_strategy": "sequential", **_SHARED},
     reward={"learning_rate": 1e-4, **_SHARED},
 )
-"""Defaults of TRL's trainers that differ from those of TrainingArguments; pretrain: run_clm.py,
-which has none. bf16: where fp16 is not set."""
-TASKS = tuple(_TASKS)
+"""Defaults of TRL's trainers that differ from TrainingArguments' defaults, and the learning rate of
+run_clm.py (pretrain). bf16 is the default if fp16 is not set."""
+TASKS = tuple(_TASK_DEFAULTS)
 
 
 def task_of(keys: Mapping[str, Any]) -> str | None:
-    """Return the trainer of TRL that a file is for, by keys that only it has; None if there are
-    none. Configurations of DPO, ORPO and others have the same keys."""
+    """Return the task of a file by keys that only one trainer has; None for a file without these
+    keys, as the configurations of DPO, ORPO and others have equal keys."""
     if "desirable_weight" in keys or "undesirable_weight" in keys:
         return "kto"
     if "center_rewards_coefficient" in keys:
         return "reward"
-    sft = {"packing", "max_seq_length", "assistant_only_loss", "dataset_text_field"}
-    pretrain = {"block_size", "validation_split_percentage", "train_file"}
-    if sft & keys.keys():
+    sft_keys = {"packing", "max_seq_length", "assistant_only_loss", "dataset_text_field"}
+    if sft_keys & keys.keys():
         return "sft"
-    return "pretrain" if pretrain & keys.keys() else None
+    pretrain_keys = {"block_size", "validation_split_percentage", "train_file"}
+    return "pretrain" if pretrain_keys & keys.keys() else None
 
 
 def fill(draft: Draft, task: str | None) -> None:
-    """Set the settings that follow from several keys. task: of `TASKS`; None: as the keys say."""
+    """Set the settings that follow from several keys. task: of `TASKS`; None: detect it by the
+    keys."""
     task = task or task_of(draft.keys)
     if task is None:
         draft.refuse(
@@ -75,13 +79,15 @@ def fill(draft: Draft, task: str | None) -> None:
             "something else from them",
             f"--task {' or '.join(TASKS)} (pretrain: run_clm.py)",
         )
-        set_training(draft, _TASKS["sft"])  # for the problems of keys that all trainers have
+        set_training(draft, _TASK_DEFAULTS["sft"])  # finds problems of keys that all trainers have
         return
-    defaults = _TASKS[task]
-    added = [f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None]
-    if added:
+    defaults = _TASK_DEFAULTS[task]
+    used_defaults = [
+        f"{key} = {value}" for key, value in defaults.items() if draft.value(key) is None
+    ]
+    if used_defaults:
         owner = "TrainingArguments" if task == "pretrain" else f"TRL's trainer ({task})"
-        draft.notes.append(f"defaults of {owner}: {', '.join(added)}")
+        draft.notes.append(f"defaults of {owner}: {', '.join(used_defaults)}")
     if "train_sampling_strategy" in defaults and draft.value("train_sampling_strategy") is None:
         draft.notes.append("TRL reads these rows in their order by default; here they are shuffled")
     set_training(draft, defaults)
@@ -93,8 +99,8 @@ def fill(draft: Draft, task: str | None) -> None:
 
 
 def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
-    """Set optimizer, schedule, batch, length, precision, saves and log as TrainingArguments do.
-    Shared with LLaMA-Factory, whose keys are the same."""
+    """Set optimizer, schedule, batch, length, precision, saves and log from keys that
+    TrainingArguments and LLaMA-Factory have. defaults: of `_TASK_DEFAULTS`."""
     # Optimizer, schedule and batch.
     draft.set("optimizer.lr", draft.number("learning_rate", defaults["learning_rate"]))
     set_optimizer(draft, "optim", "adamw_torch")
@@ -102,19 +108,17 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
     draft.set("optimizer.weight_decay", draft.number("weight_decay", 0.0))
     draft.set("optimizer.clip_norm", draft.number("max_grad_norm", 1.0))
     set_schedule(draft, "lr_scheduler_type", "linear", draft.mapping("lr_scheduler_kwargs"))
-    set_batch(draft, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1))
-    set_length(draft, ("num_train_epochs", 3.0), "max_steps")
+    set_batch(
+        draft,
+        KeyDefault("per_device_train_batch_size", 8),
+        KeyDefault("gradient_accumulation_steps", 1),
+    )
+    set_length(draft, KeyDefault("num_train_epochs", 3.0), "max_steps")
     set_dtype(draft, default="bfloat16" if defaults.get("bf16") else "float32")
     # How layers are computed.
     if draft.value("gradient_checkpointing", defaults.get("gradient_checkpointing")):
         draft.set("model.gradient_checkpointing", "full")
-    attention = draft.value("attn_implementation")
-    if attention in ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"):
-        draft.set("model.attention", attention)
-    elif attention is not None:
-        draft.notes.append(
-            f"attn_implementation = {attention!r}: model.attention=auto, the same result"
-        )
+    set_attention(draft, draft.value("attn_implementation"))
     if draft.value("torch_compile"):
         draft.set("model.compile", "on")
     if draft.value("model_revision", "main") != "main":
@@ -134,22 +138,23 @@ def set_training(draft: Draft, defaults: Mapping[str, Any]) -> None:
 
 
 def _set_saves(draft: Draft) -> None:
-    """Set saves, evaluations and the best checkpoint; list where their defaults differ."""
+    """Set saves, evaluations and the best checkpoint; note where the defaults of HF Trainer
+    differ."""
+    # Saves.
     if draft.value("save_strategy", "steps") in ("steps", "best"):
         set_steps(draft, "save_steps", "checkpoint")
     elif draft.value("save_strategy") == "epoch":
         draft.set("checkpoint.every_epochs", 1.0)
-    limit = draft.number("save_total_limit")
-    if limit:
-        draft.set("checkpoint.keep_last", int(limit))
-    elif (
-        draft.value("save_strategy", "steps") != "no"
-        and "checkpoint.keep_last" not in draft.given_settings
-    ):
+    has_saves = draft.value("save_strategy", "steps") != "no"
+    keep_last = draft.number("save_total_limit")
+    if keep_last:
+        draft.set("checkpoint.keep_last", int(keep_last))
+    elif has_saves and "checkpoint.keep_last" not in draft.given_settings:
         draft.notes.append(
             "save_total_limit is missing: there all checkpoints are kept; here the newest two: "
             "checkpoint.keep_last=N"
         )
+    # Evaluations.
     strategy = draft.value("eval_strategy", draft.value("evaluation_strategy", "no"))
     if strategy == "steps":
         set_steps(draft, "eval_steps", "evaluation")
@@ -167,11 +172,8 @@ def _set_saves(draft: Draft) -> None:
             "an evaluation measures 256 held-out samples, always the same ones; there all of them: "
             "evaluation.samples=N"
         )
-    has_set = any(
-        draft.value(key)
-        for key in ("validation_split_percentage", "validation_file", "val_size", "eval_dataset")
-    )
-    if strategy == "no" and has_set:
+    set_keys = ("validation_split_percentage", "validation_file", "val_size", "eval_dataset")
+    if strategy == "no" and any(draft.value(key) for key in set_keys):
         draft.notes.append(
             "eval_strategy is missing or no: there the run is not evaluated while it trains; here "
             "once, at its end: evaluation.every_epochs=1 evaluates each epoch"
@@ -181,14 +183,14 @@ def _set_saves(draft: Draft) -> None:
 
 
 def missing_evaluations(draft: Draft) -> list[str]:
-    """Return the setting without which evaluations are at other epochs than saves, as
-    ``section.key=value``; empty if there is none, or if the user sets one of the two."""
-    saved, evaluated = (
-        draft.run.get(section, {}).get("every_epochs") for section in ("checkpoint", "evaluation")
-    )
+    """Return the setting, as ``section.key=value``, that makes the run evaluate at the epochs of
+    its saves; empty if it does, has no saves by epochs, or the user sets one of the two periods."""
+    save_epochs = draft.run.get("checkpoint", {}).get("every_epochs")
+    evaluation_epochs = draft.run.get("evaluation", {}).get("every_epochs")
     settings = {"checkpoint.every_epochs", "evaluation.every_epochs"}
-    is_set = settings & draft.given_settings.keys()
-    return [] if saved in (None, evaluated) or is_set else [f"evaluation.every_epochs={saved:g}"]
+    if save_epochs in (None, evaluation_epochs) or settings & draft.given_settings.keys():
+        return []
+    return [f"evaluation.every_epochs={save_epochs:g}"]
 
 
 def set_best(draft: Draft) -> None:
@@ -219,7 +221,7 @@ def _set_objective(draft: Draft, task: str) -> None:
             rule = "is missing, and peft then chooses layers by a table of architectures"
             fix = "lora_target_modules: all-linear, or names of modules, in the file"
             draft.refuse("lora_target_modules", rule, fix)
-        # A file that names parameters, but no modules, has adapters on those parameters only.
+        # If the file names parameters and no modules, only these parameters have adapters.
         default_targets: object = [] if parameters else "all-linear"
         set_adapters(
             draft,
@@ -230,7 +232,7 @@ def _set_objective(draft: Draft, task: str) -> None:
         )
         if parameters:
             draft.set("adapters.target_parameters", parameters)
-    # Each trainer has one loss, except the trainer of DPO, whose loss the key loss_type names.
+    # Each trainer has one loss, except the trainer of DPO, in which loss_type names the loss.
     method = METHODS[task]
     loss = draft.value("loss_type")
     loss = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
@@ -246,7 +248,8 @@ def _set_objective(draft: Draft, task: str) -> None:
 def set_adapters(
     draft: Draft, *, rank: float, alpha: float, targets: object, dropout: float
 ) -> None:
-    """Set the adapters from the keys that TRL, Axolotl and LLaMA-Factory share."""
+    """Set the adapters from these values, and from keys that TRL, Axolotl and LLaMA-Factory
+    share."""
     draft.set("adapters.rank", int(rank))
     draft.set("adapters.alpha", float(alpha))
     draft.set("adapters.dropout", dropout)
@@ -266,7 +269,7 @@ def set_adapters(
 
 
 def _set_blocks(draft: Draft) -> None:
-    """Set the data of run_clm.py: the tokens of all rows, one after another, in blocks."""
+    """Set the data of run_clm.py: the tokens of the rows, concatenated and split into blocks."""
     length = draft.required_number("block_size", "batch.sequence_length")
     draft.set("batch.sequence_length", int(length))
     draft.set("data.packing", "concatenate")
@@ -292,7 +295,7 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
     length = draft.number("max_length", draft.number("max_seq_length", default_length))
     draft.set("batch.sequence_length", int(length))
     if METHODS[task].objective is None:
-        set_packing(draft, packs=bool(draft.value("packing")), length="max_length")
+        set_packing(draft, packs=bool(draft.value("packing")), length_key="max_length")
         if draft.value("packing_strategy") == "wrapped":
             draft.set("data.packing", "concatenate")
             draft.run["data"].pop("long_documents", None)
@@ -314,27 +317,31 @@ def _set_rows(draft: Draft, task: str, default_length: int) -> None:
         draft.notes.append("chat_template: write its text into template.jinja")
     tokenizer = model_name(draft)
     sources = _sources(draft)
-    outputs = [f"shards-{number}/" for number in range(len(sources))]
-    outputs = ["shards/"] if len(sources) == 1 else outputs
+    outputs = shard_directories(range(len(sources)))
     commands = [
-        tokenize_command(name, tokenizer, [*source_options, *options], output)
-        for (name, source_options), output in zip(sources, outputs, strict=True)
+        tokenize_command(source.name, tokenizer, [*source.options, *options], output)
+        for source, output in zip(sources, outputs, strict=True)
     ]
     set_data(draft, commands, outputs)
 
 
 def _refuse_shares(draft: Draft, key: str, shares: Iterable[tuple[str, Any]]) -> None:
-    """Refuse to take a part of the rows of a dataset. shares: names of datasets, and the share of
-    the rows of each."""
+    """Refuse a share of a dataset's rows other than 1. shares: names of datasets, with shares."""
     for name, share in shares:
         if share != 1.0:
             rule = f"takes {share} of the rows of {name}"
             draft.refuse(key, rule, "cut the rows, and 1.0 in the file")
 
 
-def _sources(draft: Draft) -> list[tuple[str, list[str]]]:
-    """Return each dataset of the file: its name, and the options of `bigtrain tokenize` for its
-    configuration and split."""
+class _Source(NamedTuple):
+    """A dataset: its name, and options of `tokenize` for its configuration and split."""
+
+    name: str
+    options: list[str]
+
+
+def _sources(draft: Draft) -> list[_Source]:
+    """Return the datasets of the file."""
     # A file names its data as a mixture, as a dictionary of shares, or as one dataset.
     mixture = draft.value("dataset_mixture")
     if isinstance(mixture, Mapping):
@@ -356,5 +363,5 @@ def _sources(draft: Draft) -> list[tuple[str, list[str]]]:
             options += ["--dataset-config", str(entry["config"])]
         if entry.get("split", "train") != "train":
             options += ["--dataset-split", str(entry["split"])]
-        sources.append((str(entry.get("id")), options))
+        sources.append(_Source(str(entry.get("id")), options))
     return sources

@@ -1,9 +1,9 @@
 """Accepted values of each DeepSpeed key, and the test that covers each value.
 
-One table, accepted.json: a key or a value without a row is refused. `Verdict` is the test coverage
-of a row. A row that is ``trained`` is one or several cases of `TEST`, which are generated from the
-table: training from `model.path`, a checkpoint, a resume on another topology and the exported
-weights, compared with plain PyTorch. Pure; imports neither torch nor deepspeed.
+The table is accepted.json: a key or a value without a row is refused. `Verdict` is the test
+coverage of a row. Cases of `TEST` are generated from the rows that are ``trained``: training from
+`model.path`, a checkpoint, a resume on another topology and the exported weights, compared with
+plain PyTorch. Pure; imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ run: the reason and the fix of each."""
 
 @dataclass(frozen=True)
 class Row:
-    """A class of values of one key.
+    """A class of values of a key.
 
-    values: in words. takes: whether a value belongs to the class. examples: the values that are
-    trained one at a time; together: values trained at once with values of other rows.
-    engines: engines of `TEST` that each is trained with. beside: other keys that the examples need.
-    alone: True if they need a separate process. needs: what an untested value needs, a key of the
-    table's "needs". note: remarks.
+    values: the class in words. takes: returns whether a value belongs to it. examples: values that
+    are trained one at a time; together: values trained at once with values of other rows.
+    engines: engines of `TEST` that train each example. beside: other keys that the examples need.
+    alone: whether the examples need a separate process. needs: requirement of an untested value, a
+    key of the table's "needs". note: remarks.
     """
 
     key: str
@@ -65,7 +65,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-_CLASSES: Mapping[str, Callable[[Any], bool]] = {
+_VALUE_CLASSES: Mapping[str, Callable[[Any], bool]] = {
     "the run's": lambda _: True,
     "1": lambda value: _is_number(value) and value == 1,
     "numbers from 0 to 1": lambda value: _is_number(value) and 0 <= value <= 1,
@@ -77,16 +77,17 @@ _CLASSES: Mapping[str, Callable[[Any], bool]] = {
 _INTEGERS = re.compile(r"(?:integers|multiples of (\d+)) from (-?\d+)(?: to (\d+))?")
 
 
-def _class(values: Any) -> tuple[str, Callable[[Any], bool]]:
-    """Return a class of values in words, and the function that tests whether a value belongs to
-    it. A list is exactly its values, where 1 is not true; integers may be floats such as 5e7."""
+def _value_class(values: Any) -> tuple[str, Callable[[Any], bool]]:
+    """Return the words for a class of values, and the function that returns whether a value belongs
+    to it. values: a list of the values, where 1 is not true; or the name of a class, where integers
+    may be floats, as 5e7."""
     if isinstance(values, list):
         words = " or ".join(json.dumps(value).strip('"') for value in values)
         return words, lambda candidate: any(
             type(candidate) is type(v) and candidate == v for v in values
         )
-    if values in _CLASSES:
-        return values, _CLASSES[values]
+    if values in _VALUE_CLASSES:
+        return values, _VALUE_CLASSES[values]
     match = _INTEGERS.fullmatch(values)
     assert match is not None, values
     multiple, minimum, maximum = int(match[1] or 1), int(match[2]), float(match[3] or "inf")
@@ -99,22 +100,23 @@ def _class(values: Any) -> tuple[str, Callable[[Any], bool]]:
     return values, takes
 
 
-def _row(key: str, values: Any, **entries: Any) -> Row:
+def _row_of_table(key: str, values: Any, **entries: Any) -> Row:
+    """Return a row of accepted.json as a `Row`. entries: its further fields, as JSON."""
     entries["note"] = _TABLE["needs"].get(entries.get("needs"), entries.get("note", ""))
     entries["engines"] = tuple(entries.get("engines", "").split())
     for name in ("examples", "together"):
         entries[name] = tuple(entries.get(name, ()))
-    return Row(key, *_class(values), **entries)
+    return Row(key, *_value_class(values), **entries)
 
 
 ROWS: tuple[Row, ...] = (
-    *(_row(key, "the run's", verdict="owned") for key in _TABLE["owned"]),
-    *(_row(**row) for row in _TABLE["rows"]),
+    *(_row_of_table(key, "the run's", verdict="owned") for key in _TABLE["owned"]),
+    *(_row_of_table(**row) for row in _TABLE["rows"]),
 )
 
 
 def rows_of(key: str) -> list[Row]:
-    """Return all classes of values of a dotted key."""
+    """Return the classes of values of a dotted key."""
     return [row for row in ROWS if row.key == key]
 
 
@@ -148,8 +150,9 @@ def check_values(tree: Mapping[str, Any], source: str, skipped: set[str]) -> Ite
 
 def not_tried(tree: Mapping[str, Any], dtype: str) -> list[str]:
     """Return the keys of `tree` that a run in `dtype` uses with values no test has trained with."""
+    # By the `needs` of a row: whether a run with this JSON does not use its key.
     zero = value_at(tree, "zero_optimization", {})
-    unused = {
+    is_unused = {
         "float16": dtype != "float16",
         "nvme": value_at(zero, "offload_param.device") != "nvme",
         "offloaded": value_at(zero, "offload_optimizer.device", "none") in ("none", AUTO),
@@ -159,5 +162,5 @@ def not_tried(tree: Mapping[str, Any], dtype: str) -> list[str]:
     return sorted(
         key
         for key, row in rows
-        if row is not None and row.verdict == "untested" and not unused.get(row.needs, False)
+        if row is not None and row.verdict == "untested" and not is_unused.get(row.needs, False)
     )

@@ -49,8 +49,8 @@ in addition to bigtrain's."""
 # Elements. DeepSpeed's 5e8 would reserve 2 GB where gradients are reduced in float32.
 _AUTO_BUCKET_SIZE = 50_000_000
 
-# "auto" here means a size that Hugging Face derives from the model; None: DeepSpeed's own default,
-# which DeepSpeed takes for "auto" in its blocks (runtime/config_utils.py:53).
+# Values for "auto" where Hugging Face derives a size from the model. None: omit the key, so that
+# DeepSpeed's default holds, which it also uses for "auto" (runtime/config_utils.py:53).
 _AUTO_SIZES: dict[str, int | None] = {
     **dict.fromkeys(numbers_and_switches("zero_optimization")),
     "zero_optimization.reduce_bucket_size": _AUTO_BUCKET_SIZE,
@@ -60,8 +60,8 @@ _AUTO_SIZES: dict[str, int | None] = {
     "data_types.keep_in_fp32_modules": None,
 }
 
-# Owned by the run even where it has no value for them (no plan, or another dtype).
-_ALWAYS_OWNED = {
+# Keys that the run owns even if it has no value for them (no plan, or another dtype).
+_OWNED_WITHOUT_VALUE = {
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
@@ -118,10 +118,9 @@ def find_deepspeed_config(name_or_path: str) -> Path:
 
 
 def label_of(path: Path) -> str:
-    """Return the name of the file in problems: its name if it ships with bigtrain, else its
-    path."""
-    shipped = path.resolve().parent == ds_configs()
-    return path.name if shipped else str(path)
+    """Return how problems name the file: by name if it ships with bigtrain, else by path."""
+    is_shipped = path.resolve().parent == ds_configs()
+    return path.name if is_shipped else str(path)
 
 
 def read_deepspeed_config(path: Path) -> dict[str, Any]:
@@ -165,19 +164,21 @@ def _refuse_constant(name: str) -> None:
 
 def check_file_alone(raw: Mapping[str, Any], source: str) -> list[Problem]:
     """Return problems of a DeepSpeed JSON that do not depend on the run: unknown keys, illegal
-    values, blocks that bigtrain does not allow, values that nothing has been compared with."""
-    keys = frozenset(row.key for row in ROWS)
+    values, blocks that bigtrain does not allow, values that have not been compared with plain
+    PyTorch."""
+    accepted_keys = frozenset(row.key for row in ROWS)
     raw = without_keys(raw, {key for key, _ in omitted_keys(raw, REFUSED_BLOCKS)})
     problems = [
         problem
-        for problem in check_keys(raw, source, lambda path: suggestion(path, keys))
+        for problem in check_keys(raw, source, lambda path: suggestion(path, accepted_keys))
         if not _is_refused(problem.key.removeprefix(f"{source}: "))
     ]
-    problems += check_refused_blocks(raw, source, lambda path: suggestion(path, keys))
-    named = {problem.key.removeprefix(f"{source}: ") for problem in problems}
+    problems += check_refused_blocks(raw, source, lambda path: suggestion(path, accepted_keys))
+    # The values of keys that have a problem already are not checked.
+    skipped_keys = {problem.key.removeprefix(f"{source}: ") for problem in problems}
     if has_other_optimizer(raw):
-        named.add("optimizer.params")
-    return [*problems, *check_values(raw, source, named)]
+        skipped_keys.add("optimizer.params")
+    return [*problems, *check_values(raw, source, skipped_keys)]
 
 
 def _is_refused(path: str) -> bool:
@@ -188,11 +189,11 @@ def _is_refused(path: str) -> bool:
 def render(
     config: RunConfig, plan: BatchPlan | None, raw: Mapping[str, Any], source: str
 ) -> tuple[EngineConfig | None, list[Problem]]:
-    """Return the dictionary for ``deepspeed.initialize``, or every reason why there is none.
+    """Return the configuration of the engine; None and the problems if there are any.
 
-    Without a plan (the batch does not divide) everything else is still checked, and nothing is
-    rendered. ``train_batch_size`` is omitted: DeepSpeed would check it against the world size
-    without the tensor-parallel degree; micro-batch size and accumulation imply it.
+    raw: the JSON; source: its name in problems. Without a plan (the batch does not divide) the JSON
+    is only checked. ``train_batch_size`` is omitted: DeepSpeed would check it against the world
+    size without the tensor-parallel degree; micro-batch size and accumulation imply it.
     """
     problems = check_file_alone(raw, source)
     omitted = dict(omitted_keys(raw, REFUSED_BLOCKS))
@@ -200,41 +201,38 @@ def render(
     tree = with_integers(raw)
     stage = zero_stage_of(raw)
 
-    # Values that the run owns must agree, and every "auto" must have a value.
-    owned = owned_values(config, plan, raw, stage)
-    is_replaced = has_other_optimizer(raw)
-    for value in owned:
-        if is_replaced and value.key.startswith("optimizer.params."):
+    # Values that the run owns must agree with the JSON, and every "auto" must have a value.
+    owned_keys = owned_values(config, plan, raw, stage)
+    skips_parameters = has_other_optimizer(raw)  # the type of the optimizer is a problem already
+    for owned in owned_keys:
+        if skips_parameters and owned.key.startswith("optimizer.params."):
             continue
-        contradiction = value.contradiction(raw, source)
+        contradiction = owned.contradiction(raw, source)
         if contradiction is not None:
             problems.append(contradiction)
-    known_autos = {value.key for value in owned} | set(_AUTO_SIZES) | _ALWAYS_OWNED
+    auto_keys = {owned.key for owned in owned_keys} | set(_AUTO_SIZES) | _OWNED_WITHOUT_VALUE
     for path, value in leaves(tree):
-        # A key that must be removed needs no value.
-        if value == AUTO and path not in known_autos and not _is_refused(path):
+        # A refused key must be removed, so it needs no value.
+        if value == AUTO and path not in auto_keys and not _is_refused(path):
             rule = "cannot be resolved: the run has no such value"
             remedy = "give a value, or omit it for DeepSpeed's default"
             problems.append(Problem(f"{source}: {path}", AUTO, rule, remedy))
     if problems or plan is None:
         return None, problems
 
-    rendered = _assemble(config, plan, tree, stage)
-    return (
-        EngineConfig(
-            deepspeed=rendered,
-            zero_stage=stage,
-            offload_optimizer=offload_device(raw, "offload_optimizer"),
-            offload_param=offload_device(raw, "offload_param"),
-            source=source,
-            not_tried=tuple(not_tried(raw, config.precision.dtype)),
-            notes=tuple(
-                f"{source}: {key} {reason}; not passed to DeepSpeed"
-                for key, reason in omitted.items()
-            ),
-        ),
-        [],
+    notes = [
+        f"{source}: {key} {reason}; not passed to DeepSpeed" for key, reason in omitted.items()
+    ]
+    engine = EngineConfig(
+        deepspeed=_assemble(config, plan, tree, stage),
+        zero_stage=stage,
+        offload_optimizer=offload_device(raw, "offload_optimizer"),
+        offload_param=offload_device(raw, "offload_param"),
+        source=source,
+        not_tried=tuple(not_tried(raw, config.precision.dtype)),
+        notes=tuple(notes),
     )
+    return engine, []
 
 
 def zero_stage_of(raw: Mapping[str, Any]) -> int:
@@ -253,7 +251,8 @@ def offload_device(raw: Mapping[str, Any], block: str) -> str | None:
 def _assemble(
     config: RunConfig, plan: BatchPlan, tree: dict[str, Any], stage: int
 ) -> dict[str, Any]:
-    """Return the final dictionary from a checked `tree`; consumes `tree`."""
+    """Return the dictionary for ``deepspeed.initialize``, made of a checked `tree`, from which it
+    removes keys."""
     # Sizes that Hugging Face derives from the model get a fixed value, or DeepSpeed's default.
     for path, size in _AUTO_SIZES.items():
         *parents, name = path.split(".")
@@ -272,18 +271,18 @@ def _assemble(
     optimizer, data_types = tree.pop("optimizer", {}), tree.pop("data_types", {})
     zero = {**tree.pop("zero_optimization", {}), "stage": stage}
     if stage == 3:
-        # DeepSpeed's default names the blocks of several mixtures of experts; the hook that ends a
-        # leaf's backward runs before its gradients exist if no input needs one (with frozen
-        # weights). Experts here are stacks, which every rank reads in the same order.
+        # By default the blocks of several mixtures of experts are leaf modules, and with frozen
+        # weights the hook that ends a leaf's backward runs before its gradients exist. bigtrain
+        # needs no leaf modules: experts are stacks, which the ranks read in equal order.
         zero["leaf_module"] = {"classes": [], **zero.get("leaf_module", {})}
     if config.parallel.pipeline > 1:
-        # DeepSpeed's defaults are true, and 2 GB for a buffer that it allocates at every step.
+        # By default DeepSpeed partitions both, and allocates a bucket of 2 GB at every step.
         tree["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         zero.setdefault("reduce_bucket_size", _AUTO_BUCKET_SIZE)
 
-    # DeepSpeed times the throughput that it prints every ``steps_per_print`` steps. By default it
-    # waits for the device twice in each micro-batch for it, from the third step on (utils/timer.py,
-    # `ThroughputTimer`), and once in each evaluated one, also where it never prints.
+    # DeepSpeed prints its throughput every ``steps_per_print`` steps. To time it, it would wait for
+    # the device twice in each micro-batch, and once in each evaluated one, from the third step on,
+    # even if it never prints (utils/timer.py, `ThroughputTimer`).
     is_timed = "steps_per_print" in tree or "timers" in tree
     timers = tree.pop("timers", {})
     throughput = {"enabled": is_timed, "synchronized": False, **timers.get("throughput", {})}
@@ -315,12 +314,14 @@ def _assemble(
         # By default, DeepSpeed reduces in the dtype of the parameters.
         rendered.setdefault("communication_data_type", gradient_dtype)
     if data_types:
-        rendered["data_types"] = {k: v for k, v in data_types.items() if v != AUTO}
+        rendered["data_types"] = {
+            name: value for name, value in data_types.items() if value != AUTO
+        }
 
-    # DeepSpeed would refuse torch's AdamW, and bigtrain's optimizers, with offload.
+    # Without this key DeepSpeed would refuse offload of an optimizer that is not its CPU Adam.
     offload = zero.get("offload_optimizer") or {}
-    is_torch = config.optimizer.is_own or optimizer_is_torch(optimizer, tree, zero)
-    if offload.get("device", "none") != "none" and is_torch:
+    is_foreign = config.optimizer.is_own or optimizer_is_torch(optimizer, tree, zero)
+    if offload.get("device", "none") != "none" and is_foreign:
         rendered["zero_force_ds_cpu_optimizer"] = False
     return rendered
 

@@ -48,8 +48,8 @@ def value_at(tree: object, path: str, default: Any = None) -> Any:
 
 @functools.cache
 def key_table() -> Mapping[str, Any]:
-    """Return the table: ``deepspeed_version``, ``keys`` (nested) and ``removed`` (key to
-    DeepSpeed's message)."""
+    """Return the table: ``deepspeed_version``, ``keys`` (nested), ``removed`` (DeepSpeed's message
+    by key) and ``former_blocks`` (today's name by former name)."""
     path = Path(__file__).with_name("keys.json")
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return table
@@ -60,7 +60,7 @@ def numbers_and_switches(block: str) -> list[str]:
     true or false."""
     levels: list[tuple[str, Mapping[str, Any]]] = [(block, key_table()["keys"][block]["keys"])]
     keys = []
-    for parent, nodes in levels:  # which grows by the blocks that are found
+    for parent, nodes in levels:  # the loop appends inner blocks to the list
         for name, node in nodes.items():
             if "keys" in node:
                 levels.append((f"{parent}.{name}", node["keys"]))
@@ -72,10 +72,10 @@ def numbers_and_switches(block: str) -> list[str]:
 def check_keys(
     tree: Mapping[str, Any], source: str, suggest: Callable[[str], str]
 ) -> Iterator[Problem]:
-    """Yield a problem for every key of `tree` that DeepSpeed does not know, and every value it
-    would not take. suggest: how to write a dotted key that is unknown.
+    """Yield a problem for every key of `tree` that DeepSpeed does not know, and every value that it
+    would refuse. suggest: returns the fix for an unknown dotted key.
 
-    ``"auto"`` passes everywhere: whether it can be resolved does not depend on the key.
+    Any key may be ``"auto"``: `render` checks whether the run has a value for it.
     """
     yield from _check_block(tree, key_table()["keys"], (), source, suggest)
 
@@ -83,22 +83,26 @@ def check_keys(
 def with_integers(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy of `tree` in which floats such as 5e7 are integers where DeepSpeed
     requires them."""
-    copied: dict[str, Any] = _copy(tree, {"keys": key_table()["keys"]})
+    copied: dict[str, Any] = _copy_with_integers(tree, {"keys": key_table()["keys"]})
     return copied
 
 
-def _copy(value: Any, node: Mapping[str, Any]) -> Any:
+def _copy_with_integers(value: Any, node: Mapping[str, Any]) -> Any:
+    """Return a copy of `value`. node: the entry of its key in the table; empty for unknown keys."""
     if isinstance(value, Mapping):
         keys = node.get("keys", {})
-        return {name: _copy(child, keys.get(name, {})) for name, child in value.items()}
+        return {
+            name: _copy_with_integers(child, keys.get(name, {})) for name, child in value.items()
+        }
     if isinstance(value, list):
-        return [_copy(child, {}) for child in value]
-    if isinstance(value, float) and _is_whole(value, node):
+        return [_copy_with_integers(child, {}) for child in value]
+    if isinstance(value, float) and _is_integer_as_float(value, node):
         return int(value)
     return value
 
 
-def _is_whole(value: object, node: Mapping[str, Any]) -> bool:
+def _is_integer_as_float(value: object, node: Mapping[str, Any]) -> bool:
+    """Return whether a key that requires an integer has a float such as 5e7."""
     types = node.get("types", ())
     return (
         isinstance(value, float)
@@ -115,6 +119,8 @@ def _check_block(
     source: str,
     suggest: Callable[[str], str],
 ) -> Iterator[Problem]:
+    """Yield problems of a block's keys. known_keys: of the block, in the table; parents: names of
+    the block and of those around it."""
     for name, value in block.items():
         path = ".".join((*parents, name))
         key = f"{source}: {path}"
@@ -146,6 +152,8 @@ def _check_value(
     source: str,
     suggest: Callable[[str], str],
 ) -> Iterator[Problem]:
+    """Yield problems of a value: a block, a choice, the type or the bounds. node: entry of the key
+    in the table."""
     key = f"{source}: {'.'.join(path)}"
     if "keys" in node:
         if isinstance(value, dict):
@@ -161,7 +169,7 @@ def _check_value(
         yield Problem(key, value, f"must be one of {choices}")
         return
     types = node.get("types")
-    if types and not _is_whole(value, node) and not _has_type(value, types):
+    if types and not _is_integer_as_float(value, node) and not _has_type(value, types):
         yield Problem(key, value, f"must be of JSON type {' or '.join(types)}")
         return
     for bound, (holds, words) in _BOUNDS.items():
@@ -178,33 +186,33 @@ def _has_type(value: object, names: list[str]) -> bool:
 FORMER_NAMES = {"aio.thread_count": "aio.intra_op_parallelism"}
 """Keys that DeepSpeed has renamed to something different, without marking them as deprecated."""
 
-_SIMILAR = 0.6
-_LISTED_KEYS = 16  # a longer list would bury the message
+_MIN_SIMILARITY = 0.6
+_MAX_LISTED_KEYS = 16  # a longer list would bury the message
 
 
 def suggestion(path: str, accepted: Collection[str]) -> str:
-    """Return how to correct the key `path` of a DeepSpeed JSON, which DeepSpeed does not know.
+    """Return the fix for the key `path` of a DeepSpeed JSON, which DeepSpeed does not know.
 
-    accepted: dotted keys that a run may have; no other one is suggested.
+    accepted: dotted keys that a run may have, from which suggestions are chosen.
     """
     block, _, name = path.rpartition(".")
     prefix = f"{block}." if block else ""
-    below = (key.removeprefix(prefix) for key in accepted if key.startswith(prefix))
-    siblings = sorted({key.partition(".")[0] for key in below})
-    # A key that contains the complete name is nearer than a similar word: the shortest such key.
+    keys_in_block = (key.removeprefix(prefix) for key in accepted if key.startswith(prefix))
+    siblings = sorted({key.partition(".")[0] for key in keys_in_block})
+    # The shortest key that contains the complete name, else a similar one.
     matches = [sibling for sibling in siblings if f"_{name}_" in f"_{sibling}_"]
     matches = sorted(matches, key=len)
-    matches += difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILAR)
-    homes = [key for key in accepted if key.rpartition(".")[2] == name]
+    matches += difflib.get_close_matches(name, siblings, n=1, cutoff=_MIN_SIMILARITY)
+    keys_of_name = [key for key in accepted if key.rpartition(".")[2] == name]
     if path in FORMER_NAMES:
         return f"write {FORMER_NAMES[path]}"
     if matches:
         return f"did you mean {prefix}{matches[0]}?"
-    if len(homes) == 1:
-        return f"it belongs to {homes[0].rpartition('.')[0]}: write {homes[0]}"
+    if len(keys_of_name) == 1:
+        return f"it belongs to {keys_of_name[0].rpartition('.')[0]}: write {keys_of_name[0]}"
     if not block or not siblings:
         return "remove it; docs/reference/deepspeed_keys.md lists the accepted keys"
-    if len(siblings) <= _LISTED_KEYS:
+    if len(siblings) <= _MAX_LISTED_KEYS:
         return f"known in {block}: {', '.join(siblings)}"
     nearest = difflib.get_close_matches(name, siblings, n=1, cutoff=0.0)[0]
     return f"the nearest known key is {prefix}{nearest}, or remove it"

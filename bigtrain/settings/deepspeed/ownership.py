@@ -50,9 +50,9 @@ _KERNELS = ("torch_adam", "fused", "foreach")
 class Owned:
     """One key of the JSON whose value the run YAML owns.
 
-    ``run_value`` is the value of ``run_key``, as errors show it; ``value`` is what DeepSpeed must
-    be given; ``spelling`` is what the JSON may contain instead of "auto", if it differs from
-    ``value``.
+    ``run_value``: the value of ``run_key``, as errors show it; ``value``: what DeepSpeed must be
+    given; ``settable``: whether a user can change ``run_key``; ``spelling``: what a fix suggests to
+    write instead of "auto"; empty: only "auto".
     """
 
     key: str
@@ -79,7 +79,13 @@ class Owned:
         )
 
 
+def _fixed(key: str, run_key: str, run_value: object, value: object) -> Owned:
+    """Return a key for whose value the run has no setting."""
+    return Owned(key, run_key, run_value, value, settable=False)
+
+
 def _same(json_value: Any, value: Any) -> bool:
+    """Return whether a value of the JSON means `value`: 1 is 1.0 but not true; bf16 is bfloat16."""
     if isinstance(json_value, bool) or isinstance(value, bool):
         return json_value is value
     if isinstance(json_value, (int, float)) and isinstance(value, (int, float)):
@@ -99,56 +105,59 @@ def owned_values(
         *_owned_batch(config, plan),
         *_owned_optimizer(config, raw),
         *_owned_precision(config, stage),
-        Owned("gradient_allreduce_op", "batch (loss is the mean over it)", "mean", "mean", False),
+        _fixed("gradient_allreduce_op", "batch (loss is the mean over it)", "mean", "mean"),
     ]
 
 
 def _owned_batch(config: RunConfig, plan: BatchPlan | None) -> list[Owned]:
+    """Return the keys of the batch; none without a plan."""
     if plan is None:
         return []
-    size = "batch.global_tokens" if config.batch.global_tokens else "batch.global_batch_size"
+    # The global batch in the unit of the setting: samples or tokens.
+    batch_key = "batch.global_tokens" if config.batch.global_tokens else "batch.global_batch_size"
+    shown_key = batch_key
     shown_size = config.batch.global_tokens or plan.global_batch_size
-    divisors = f"{plan.micro_batch_size} x {plan.data_size}"
-    if plan.num_sites > 1:  # an engine has the batch of one site
-        size = f"{size} / sites.count"
-        if plan.site_batch_size * plan.num_sites != plan.global_batch_size:
-            size = f"this site's of sites.shares of {size.partition(' ')[0]}"
+    if plan.num_sites > 1:  # an engine gets the batch of its site
+        has_equal_shares = plan.site_batch_size * plan.num_sites == plan.global_batch_size
+        shown_key = f"this site's of sites.shares of {batch_key}"
+        if has_equal_shares:
+            shown_key = f"{batch_key} / sites.count"
         shown_size = shown_size * plan.site_batch_size // plan.global_batch_size
-    steps = f"{plan.site_batch_size} / ({divisors})"
+    quotient = f"{plan.site_batch_size} / ({plan.micro_batch_size} x {plan.data_size})"
     return [
-        Owned("train_batch_size", size, shown_size, plan.site_batch_size),
+        Owned("train_batch_size", shown_key, shown_size, plan.site_batch_size),
         Owned(
             "train_micro_batch_size_per_gpu",
             "batch.micro_batch_size",
             plan.micro_batch_size,
             plan.micro_batch_size,
         ),
-        Owned(
+        _fixed(
             "gradient_accumulation_steps",
-            f"{size} / (batch.micro_batch_size x data-parallel size)",
-            f"{steps} = {plan.accumulation}",
+            f"{shown_key} / (batch.micro_batch_size x data-parallel size)",
+            f"{quotient} = {plan.accumulation}",
             plan.accumulation,
-            settable=False,
         ),
     ]
 
 
 def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
+    """Return the keys of the optimizer; `raw` has its type, which may be a placeholder."""
     optimizer = config.optimizer
     betas = list(optimizer.betas)
     masters = "precision (masters and optimizer states)"
-    # An optimizer of bigtrain must be allowed by DeepSpeed, and not be replaced by DeepSpeed's.
+    # DeepSpeed must accept an optimizer of bigtrain, and not replace it by its CPU optimizer.
     optimizer_keys = []
     if optimizer.is_own:
         optimizer_keys.append(
-            Owned("zero_allow_untested_optimizer", "optimizer.type", optimizer.type, True, False)
+            _fixed("zero_allow_untested_optimizer", "optimizer.type", optimizer.type, True)
         )
         if value_at(raw, "zero_optimization.offload_optimizer.device", "none") != "none":
             optimizer_keys.append(
-                Owned("zero_force_ds_cpu_optimizer", "optimizer.type", optimizer.type, False, False)
+                _fixed("zero_force_ds_cpu_optimizer", "optimizer.type", optimizer.type, False)
             )
-    # The JSONs of ds_configs/ name AdamW without values, for HF Trainer: a placeholder, which any
-    # optimizer of the run may replace.
+    # The JSONs of ds_configs/ name AdamW without values, for HF Trainer. This is a placeholder for
+    # any optimizer of the run.
     name, params = value_at(raw, "optimizer.type"), value_at(raw, "optimizer.params", {})
     is_placeholder = (
         isinstance(name, str)
@@ -177,13 +186,14 @@ def _owned_optimizer(config: RunConfig, raw: Mapping[str, Any]) -> list[Owned]:
             optimizer.weight_decay,
         ),
         Owned("optimizer.params.adam_w_mode", "optimizer.type", optimizer.type, True),
-        Owned("optimizer.params.bias_correction", "optimizer.type", optimizer.type, True, False),
-        Owned("optimizer.params.amsgrad", "optimizer.type", optimizer.type, False, False),
-        Owned("optimizer.params.fp32_optimizer_states", masters, "float32", True, False),
+        _fixed("optimizer.params.bias_correction", "optimizer.type", optimizer.type, True),
+        _fixed("optimizer.params.amsgrad", "optimizer.type", optimizer.type, False),
+        _fixed("optimizer.params.fp32_optimizer_states", masters, "float32", True),
     ]
 
 
 def _owned_precision(config: RunConfig, stage: int) -> list[Owned]:
+    """Return the keys of dtypes and of loss scaling."""
     precision = config.precision
     dtype, gradients = precision.dtype, precision.gradient_dtype
     masters = "precision (masters and optimizer states)"
@@ -191,10 +201,10 @@ def _owned_precision(config: RunConfig, stage: int) -> list[Owned]:
         Owned("bf16.enabled", "precision.dtype", dtype, dtype == "bfloat16"),
         Owned("fp16.enabled", "precision.dtype", dtype, dtype == "float16"),
         Owned("data_types.param_dtype", "precision.dtype", dtype, dtype),
-        Owned("fp16.loss_scale", "precision (loss scaling)", "dynamic", 0, False),
-        Owned("bf16.bf16_master_weights_and_grads", masters, "float32", False, False),
-        Owned("bf16.bf16_optimizer_states", masters, "float32", False, False),
-        Owned("fp16.fp16_master_weights_and_grads", masters, "float32", False, False),
+        _fixed("fp16.loss_scale", "precision (loss scaling)", "dynamic", 0),
+        _fixed("bf16.bf16_master_weights_and_grads", masters, "float32", False),
+        _fixed("bf16.bf16_optimizer_states", masters, "float32", False),
+        _fixed("fp16.fp16_master_weights_and_grads", masters, "float32", False),
     ]
     if dtype == "float16":
         power = precision.initial_loss_scale_power
@@ -218,8 +228,8 @@ def _owned_precision(config: RunConfig, stage: int) -> list[Owned]:
 def check_refused_blocks(
     raw: Mapping[str, Any], source: str, suggest: Callable[[str], str]
 ) -> list[Problem]:
-    """Return a problem for each block or optimizer parameter that is not allowed. suggest: how to
-    write a dotted key that is unknown."""
+    """Return a problem for each block or optimizer parameter that is not allowed. suggest: returns
+    the fix for an unknown dotted key."""
     problems = [
         Problem(f"{source}: {path}", None, reason, remedy)
         for path, (reason, remedy) in REFUSED_BLOCKS.items()
@@ -247,8 +257,8 @@ def check_refused_blocks(
 
 
 def has_other_optimizer(raw: Mapping[str, Any]) -> bool:
-    """Return whether the JSON has an optimizer that no run has, such as "OneBitAdam": it
-    contradicts the run's, so its parameters need no problems of their own."""
+    """Return whether the JSON has an optimizer that no run has, as "OneBitAdam". The problem of its
+    type is enough: its parameters are not checked."""
     name = value_at(raw, "optimizer.type", AUTO)
     return isinstance(name, str) and name.lower() not in (*_ADAM_NAMES, AUTO, *OPTIMIZERS)
 
@@ -256,6 +266,7 @@ def has_other_optimizer(raw: Mapping[str, Any]) -> bool:
 def _optimizer_conflicts(
     raw: Mapping[str, Any], params: Mapping[str, Any], source: str
 ) -> list[Problem]:
+    """Return problems of optimizer parameters that contradict each other, or another key."""
     problems = []
     torch_adam = optimizer_is_torch(
         raw.get("optimizer", {}), raw, value_at(raw, "zero_optimization", {})
@@ -290,5 +301,6 @@ def optimizer_is_torch(
     torch_adam = value_at(optimizer, "params.torch_adam")
     if isinstance(torch_adam, bool):
         return torch_adam
-    offloaded = value_at(zero, "offload_optimizer.device", "none") != "none"
-    return not (offloaded and tree.get("zero_force_ds_cpu_optimizer") is True)
+    is_offloaded = value_at(zero, "offload_optimizer.device", "none") != "none"
+    is_deepspeed_forced = is_offloaded and tree.get("zero_force_ds_cpu_optimizer") is True
+    return not is_deepspeed_forced

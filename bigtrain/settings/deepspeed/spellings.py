@@ -1,5 +1,5 @@
-"""Other ways to write the same DeepSpeed JSON: further names of a key, blocks that are off,
-comments, and a scheduler without values.
+"""Other ways to write a DeepSpeed JSON: further names of a key, blocks that are off, comments, a
+scheduler without values.
 
 DeepSpeed 0.19.8 reads a key of a block by its alias or by its pydantic field name
 (``populate_by_name``, runtime/config_utils.py), replaces deprecated keys, and ignores unknown keys
@@ -18,8 +18,8 @@ from bigtrain.settings.deepspeed.keys import AUTO, key_table, value_at
 _COMMENT_MARKS = ("_", "#", "//")
 _COMMENT_NAMES = ("comment", "comments")
 
-# Values of a scheduler that are what bigtrain's own schedules do.
-_SCHEDULE_OF_RUN: Mapping[str, Any] = {
+# Parameters of DeepSpeed's schedulers, with the values that a run's schedule has anyway.
+_RUN_SCHEDULER_VALUES: Mapping[str, Any] = {
     "warmup_min_lr": 0,
     "warmup_type": "linear",
     "last_batch_iteration": -1,
@@ -51,8 +51,8 @@ def with_known_names(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _with_field_names(
     block: Mapping[str, Any], known_keys: Mapping[str, Any], source: str, problems: list[Problem]
 ) -> dict[str, Any]:
-    """Return `block` and the blocks in it with the names of `known_keys`, deprecated keys replaced
-    as DeepSpeed replaces them. Adds keys that are given twice to `problems`."""
+    """Return `block`, with its inner blocks, in which each key has its name in `known_keys`, and
+    deprecated keys are replaced as in DeepSpeed. Adds keys that are given twice to `problems`."""
     aliases = {node["field"]: alias for alias, node in known_keys.items() if "field" in node}
     renamed: dict[str, Any] = {}
     for name, value in block.items():
@@ -61,7 +61,7 @@ def _with_field_names(
         if json.dumps(value) in replacements:
             known_name = known_keys[name]["deprecated"]
             known_value = replacements[json.dumps(value)]
-            if known_value is None:  # the switch is off, as without it
+            if known_value is None:  # the deprecated switch is off: omit it
                 continue
         if known_name in renamed or (known_name != name and known_name in block):
             problems.append(_given_twice(source, name, known_name))
@@ -85,8 +85,8 @@ def is_comment(name: str, value: object) -> bool:
 
 
 def is_off(block: object) -> bool:
-    """Return whether a block asks for nothing: ``"enabled": false``, or no value but false and
-    null. An empty block does not say so."""
+    """Return whether a block is off: it has ``"enabled": false``, or only the values false, null
+    and blocks that are off. An empty block is not off."""
     if not isinstance(block, Mapping) or not block:
         return False
     values = [value for value in block.values() if not is_off(value)]
@@ -94,30 +94,31 @@ def is_off(block: object) -> bool:
 
 
 def is_scheduler_of_run(scheduler: object) -> bool:
-    """Return whether a ``scheduler`` block has no values: each is "auto", or what the
-    run's schedules do anyway (a linear warm-up from zero)."""
+    """Return whether a ``scheduler`` block sets nothing: each value is "auto", or a value that the
+    run's schedule has anyway (a linear warm-up from zero)."""
     params = value_at(scheduler, "params")
     return (
         isinstance(params, Mapping)
         and AUTO in params.values()
         and all(
-            value == AUTO or _SCHEDULE_OF_RUN.get(name, AUTO) == value
+            value == AUTO or _RUN_SCHEDULER_VALUES.get(name, AUTO) == value
             for name, value in params.items()
         )
     )
 
 
-_SHAPES = {
+_RATE_AFTER_WARMUP = {
     "WarmupLR": "is then constant",
     "WarmupDecayLR": "then falls linearly to 0",
     "WarmupCosineLR": "then falls by a cosine to 0.0001 of the peak",
 }
-"""Schedules of DeepSpeed (runtime/lr_schedules.py) after their warm-up."""
+"""The learning rate of DeepSpeed's schedulers (runtime/lr_schedules.py) after the warm-up."""
 
 
-def _difference_of_shape(scheduler: object) -> str:
-    """Return what the rate of a ``scheduler`` block does, for a type whose shape is known."""
-    after = _SHAPES.get(str(value_at(scheduler, "type")))
+def _difference_from_run(scheduler: object) -> str:
+    """Return the end of the note on a ``scheduler`` block: how the learning rate of its type would
+    change. Empty for an unknown type."""
+    after = _RATE_AFTER_WARMUP.get(str(value_at(scheduler, "type")))
     if after is None:
         return ""
     warmup_type = value_at(value_at(scheduler, "params"), "warmup_type")
@@ -128,7 +129,7 @@ def _difference_of_shape(scheduler: object) -> str:
 def omitted_keys(
     tree: Mapping[str, Any], refused_blocks: Mapping[str, object], parents: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield each dotted key of `tree` that is accepted and not passed to DeepSpeed, with the
+    """Yield each dotted key of `tree` that is accepted but not passed to DeepSpeed, with the
     reason. refused_blocks: dotted keys that are refused unless they are off."""
     for name, value in tree.items():
         key = f"{parents}{name}"
@@ -139,7 +140,7 @@ def omitted_keys(
             yield (
                 key,
                 f"({scheduler_type}) has no values of its own: schedule.* of the run is used"
-                f"{_difference_of_shape(value)}",
+                f"{_difference_from_run(value)}",
             )
         elif key in refused_blocks and is_off(value):
             yield key, "is off"

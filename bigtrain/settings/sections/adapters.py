@@ -10,7 +10,7 @@ Preset = Literal["attention", "mlp"]
 PRESETS: tuple[Preset, ...] = ("attention", "mlp")
 """Kinds of layers that `targets` may name instead of patterns."""
 
-_ELSEWHERE = {
+_NAMES_OF_FOREIGN_KEYS = {
     "load_in_8bit": "quantization: int8",
     "init_lora_weights": "init",
     "pissa_init": "init: pissa",
@@ -93,21 +93,21 @@ class AdaptersSection(Section):
 
     @property
     def changes_base(self) -> bool:
-        """True if the model is not its base with the adapters off: magnitudes of DoRA, and trained
-        copies of modules, remain, and weights without their principal components (PiSSA)."""
+        """True if the model with its adapters off differs from the base: by DoRA's magnitudes,
+        trained copies of modules, or weights without their principal components (PiSSA)."""
         return self.dora or bool(self.modules_to_save) or self.init == "pissa"
 
     @property
     def presets(self) -> tuple[Preset, ...]:
         """The kinds of layers among `targets`."""
-        named = (self.targets,) if isinstance(self.targets, str) else self.targets
-        return tuple(preset for preset in PRESETS if preset in named)
+        entries = (self.targets,) if isinstance(self.targets, str) else self.targets
+        return tuple(preset for preset in PRESETS if preset in entries)
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """The shell patterns among `targets`."""
-        named = () if isinstance(self.targets, str) else self.targets
-        return tuple(name for name in named if name not in PRESETS)
+        entries = () if isinstance(self.targets, str) else self.targets
+        return tuple(entry for entry in entries if entry not in PRESETS)
 
     @property
     def scale(self) -> float:
@@ -116,12 +116,14 @@ class AdaptersSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _keys_are_ours(cls, values: object) -> object:
+    def _foreign_keys_are_refused(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
-        if foreign_keys := _ELSEWHERE.keys() & values.keys():
+        if foreign_keys := _NAMES_OF_FOREIGN_KEYS.keys() & values.keys():
             key = min(foreign_keys)
-            raise ValueError(f"adapters.{key} has another name here -> {_ELSEWHERE[key]}")
+            raise ValueError(
+                f"adapters.{key} has another name here -> {_NAMES_OF_FOREIGN_KEYS[key]}"
+            )
         return values
 
     @model_validator(mode="after")
@@ -138,6 +140,7 @@ class AdaptersSection(Section):
 
     @model_validator(mode="after")
     def _initial_values_are_of_weights(self) -> Self:
+        # Settings that exclude PiSSA: name, whether it is set, the reason, and its off value.
         excluded = (
             ("dora", self.dora, "has not been compared with plain peft", "false"),
             ("quantization", self.is_quantized, "peft decomposes no quantized weight", "none"),

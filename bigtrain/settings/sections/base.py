@@ -35,8 +35,8 @@ class Section(BaseModel):
 
     @classmethod
     def descriptions(cls) -> dict[str, str]:
-        """Return the text below each field in the source, also of bases: what it sets, in one line.
-        Read when it is asked for, since most programs that read settings do not show it."""
+        """Return the text below each field in the source, by field, also of fields of base classes.
+        The source is read at this call, since most programs do not show the texts."""
         from bigtrain.system.arguments import field_texts
 
         return field_texts(cls, Section)
@@ -54,11 +54,11 @@ class Section(BaseModel):
     # One validator of all fields, not two: pydantic reads a signature for every field.
     @field_validator("*", mode="before")
     @classmethod
-    def _is_plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Settings are recorded, logged and sent to trackers, so none has a secret: a section looks
-        at its own fields, so that the error names the key. pydantic converts true to 1, and 1,
-        "yes" and "on" to true, which are refused."""
+    def _check_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse secrets, since settings are recorded, logged and sent to trackers; paths with ~;
+        and what pydantic would convert: true to the number 1, and 1, "yes" and "on" to true."""
         annotation = cls.model_fields[str(info.field_name)].annotation
+        # A section within checks its own values, so that the error names the key.
         _refuse_secrets(value, in_dictionaries=section_within(annotation) is None)
         if isinstance(value, str) and value.startswith("~/"):
             raise ValueError(
@@ -81,17 +81,23 @@ class Section(BaseModel):
 
 # pydantic reads the signature of this validator for each of 300 fields, a fortieth of a check, and
 # Python takes the stored value.
-_validator = Section.__dict__["_is_plain"].__func__
+_validator = Section.__dict__["_check_plain_value"].__func__
 _validator.__signature__ = inspect.signature(_validator)
 
 
 def refuse_two_units(section: str, steps: int | None, epochs: float | None) -> None:
-    """Raise ValueError for a distance that is given in steps and in epochs."""
+    """Raise ValueError for a period that is given in steps and in epochs."""
     if steps is not None and epochs is not None:
         raise ValueError(
             f"{section}.every_epochs = {epochs:g} and {section}.every_steps = {steps} are the same "
             "distance in two units -> keep one of them"
         )
+
+
+def nearest_multiples(number: int, unit: int) -> str:
+    """Return the text that names the multiples of `unit` around `number`, without 0."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -117,24 +123,24 @@ def words_of(annotation: Any) -> list[str]:
 
 
 def word_for_switch(value: object, words: Sequence[str]) -> str | None:
-    """Return the word of `words` that true or false means, also written on, off, yes or no; None
-    for any other value, and for words without a switch."""
-    switch = str(value).lower()
-    meanings = {
+    """Return the word of `words` that a user means by true or false, on or off, yes or no; None for
+    any other value, or if no word of `words` has this meaning."""
+    words_by_switch = {
         **dict.fromkeys(("true", "on", "yes"), ("on", "full", "auto")),
         **dict.fromkeys(("false", "off", "no"), ("off", "none")),
     }
-    return next((word for word in meanings.get(switch, ()) if word in words), None)
+    candidates = words_by_switch.get(str(value).lower(), ())
+    return next((word for word in candidates if word in words), None)
 
 
 def takes_numbers(annotation: Any) -> bool:
-    """Return whether a field of `annotation` holds a number, or several."""
+    """Return whether a field of `annotation` holds numbers."""
     return annotation in (int, float) or any(map(takes_numbers, get_args(annotation)))
 
 
 def _refuse_secrets(value: Any, *, in_dictionaries: bool) -> None:
-    """Raise ValueError for an address with a password or a signature, also in lists and, if asked
-    for, in dictionaries."""
+    """Raise ValueError for an address with a password or a signature, in lists too, and with
+    `in_dictionaries` in values of dictionaries."""
     if isinstance(value, dict) and in_dictionaries:
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from bigtrain.settings.sections.base import PositiveInt, Section
+from bigtrain.settings.sections.base import PositiveInt, Section, nearest_multiples
 from bigtrain.settings.sections.extensions import SamplesSection
 
 
@@ -84,8 +84,10 @@ class DataSection(Section):
                 "exactly one of data.path (one dataset) and data.sources (a mixture) must be set "
                 f"-> {fix}"
             )
-        share_kinds = {(s.weight is not None, s.epochs is not None) for s in self.sources}
-        if share_kinds and share_kinds not in ({(True, False)}, {(False, True)}):
+        # All sources have a weight and no epochs, or epochs and no weight.
+        num_weights = sum(source.weight is not None for source in self.sources)
+        num_epochs = sum(source.epochs is not None for source in self.sources)
+        if (num_weights, num_epochs) not in ((len(self.sources), 0), (0, len(self.sources))):
             raise ValueError(
                 "data.sources: every source must have a weight, or every one epochs, and none both "
                 "-> write weight: 1 (or epochs: 1) in each, and omit the other"
@@ -106,22 +108,20 @@ class DataSection(Section):
     def _samples_are_complete(self) -> Self:
         if self.samples is None:
             return self
-        unread = [
-            f"data.{name} = {value!r}"
-            for name, value, unset in (
-                ("packing", self.packing, "concatenate"),
-                ("chunk_length", self.chunk_length, None),
-                ("mask_end_of_document", self.mask_end_of_document, False),
-            )
-            if value != unset
+        unread_settings = [
+            f"data.{name} = {getattr(self, name)!r}"
+            for name in ("packing", "chunk_length", "mask_end_of_document")
+            if getattr(self, name) != type(self).model_fields[name].default
         ]
+        fix = "omit it"
         if self.path is None:
-            unread.insert(0, "data.sources")
-        if unread:
+            unread_settings.insert(0, "data.sources")
+        if not self.path:
+            fix += "; name a dataset with the tokenizer in data.path"
+        if unread_settings:
             raise ValueError(
-                f"data.samples: {unread[0]} has no meaning for items, each of which is one sample "
-                "-> omit it"
-                + ("; name a dataset with the tokenizer in data.path" * (not self.path))
+                f"data.samples: {unread_settings[0]} has no meaning for items, each of which is "
+                f"one sample -> {fix}"
             )
         return self
 
@@ -142,12 +142,12 @@ class DataSection(Section):
 
     @property
     def isolates(self) -> bool:
-        """True if documents that share a sample are kept apart."""
+        """True if attention and loss do not cross documents that share a sample."""
         return self.packing == "best_fit" or self.document_boundaries == "isolate"
 
     @property
     def is_each_document_separate(self) -> bool:
-        """True if no document sees another: they are kept apart, or do not share a sample."""
+        """True if attention crosses no documents: they are isolated, or share no sample."""
         return self.isolates or self.packing == "none"
 
     @property
@@ -204,21 +204,15 @@ class BatchSection(Section):
     @model_validator(mode="after")
     def _one_size(self) -> Self:
         if (self.global_batch_size is None) == (self.global_tokens is None):
+            fix = "batch.global_batch_size=null, or batch.global_tokens=null"
+            if self.global_tokens is None:
+                fix = "batch.global_batch_size=SAMPLES"
             raise ValueError(
                 "exactly one of batch.global_batch_size and batch.global_tokens must be set -> "
-                + (
-                    "batch.global_batch_size=SAMPLES"
-                    if self.global_tokens is None
-                    else "batch.global_batch_size=null, or batch.global_tokens=null"
-                )
+                f"{fix}"
             )
         if self.global_tokens is not None and self.global_tokens % self.sequence_length:
-            below = self.global_tokens // self.sequence_length * self.sequence_length
-            nearest = (
-                f"{below} or {below + self.sequence_length}"
-                if below
-                else (f"{self.sequence_length}")
-            )
+            nearest = nearest_multiples(self.global_tokens, self.sequence_length)
             raise ValueError(
                 f"batch.global_tokens = {self.global_tokens} is not a multiple of "
                 f"batch.sequence_length = {self.sequence_length}; nearest: {nearest}"
@@ -236,15 +230,16 @@ class BatchSection(Section):
         return self
 
     def of_phase(self, number: int) -> "BatchSection":
-        """Return the batch of a phase, without phases; the section's own batch after the last
-        phase."""
+        """Return the batch of phase `number` as a section without phases; the number after the last
+        phase is the batch that this section itself sets."""
         values = self.model_dump(exclude={"phases"}, exclude_unset=True)
         if number == len(self.phases):
             return BatchSection(**values)
         phase_values = self.phases[number].model_dump(exclude={"steps"}, exclude_none=True)
-        sizes = {"global_batch_size", "global_tokens"}
-        if phase_values.keys() & sizes:
-            values = {key: value for key, value in values.items() if key not in sizes}
+        # A phase may give the global batch in the other unit.
+        size_keys = {"global_batch_size", "global_tokens"}
+        if phase_values.keys() & size_keys:
+            values = {key: value for key, value in values.items() if key not in size_keys}
         return BatchSection(**(values | phase_values))
 
     def ends(self) -> tuple[int, ...]:
@@ -252,7 +247,8 @@ class BatchSection(Section):
         return tuple(accumulate(phase.steps for phase in self.phases))
 
     def at(self, step: int) -> "BatchSection":
-        """Return the batch after `step` steps, without phases; `self` if there are none."""
+        """Return the batch of the step after `step` steps as a section without phases; `self` if
+        there are none."""
         return self.of_phase(bisect_right(self.ends(), step)) if self.phases else self
 
     def tokens_until(self, step: int) -> int:

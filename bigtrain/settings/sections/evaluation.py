@@ -38,8 +38,8 @@ class HeldOutSetSection(Section):
 
 @dataclass(frozen=True)
 class HeldOutMetric:
-    """Metric of held-out samples. name: without the prefix; set_name: of the set that it is
-    measured on, None for all."""
+    """Metric of held-out samples. name: without `HELD_OUT`; set_name: the set on which it is
+    measured; None: all sets."""
 
     name: str
     set_name: str | None
@@ -63,24 +63,25 @@ class BestSection(Section):
     def held_out(
         self, recorded: Collection[str], set_names: Collection[str]
     ) -> HeldOutMetric | None:
-        """Return the metric of held-out samples; None for a metric of lm-eval. recorded: names that
-        the objective records, as far as they are known; set_names: of the sets."""
+        """Return the metric of held-out samples; None for a metric of lm-eval. recorded: names of
+        metrics that the objective is known to record; set_names: of the sets."""
         if self.is_of_tasks:
             return None
+        # NAME, or NAME/SET. A name may have a slash, too: try long names first.
         text = self.metric.removeprefix(HELD_OUT)
         for name in sorted((*ENTROPY_METRICS, *recorded), key=len, reverse=True):
             if text == name:
                 return HeldOutMetric(name, None)
             if text.startswith(f"{name}/"):
                 return HeldOutMetric(name, text.removeprefix(f"{name}/"))
-        # A name of code of the user, which may have a slash, too.
+        # An unknown name, which code of the user records.
         for set_name in set_names:
             if text.endswith(f"/{set_name}"):
                 return HeldOutMetric(text.removesuffix(f"/{set_name}"), set_name)
         return HeldOutMetric(text, None)
 
     def is_better(self, value: float, than: float, margin: float = 0.0) -> bool:
-        """Return whether `value` is better than another one by more than `margin`."""
+        """Return whether `value` is better than the value `than` by more than `margin`."""
         return value < than - margin if self.mode == "min" else value > than + margin
 
     @model_validator(mode="after")
@@ -160,7 +161,7 @@ class EvaluationSection(Section):
         options = [
             name
             for name in ("directory", "every_steps", "limit", "fewshot", "chat")
-            if getattr(self, f"tasks_{name}") not in (None, False)
+            if getattr(self, f"tasks_{name}") not in (None, False)  # unset
         ]
         if options and not self.tasks:
             raise ValueError(
@@ -177,11 +178,11 @@ class EvaluationSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _stops_by_what_is_measured(self) -> Self:
+    def _stopping_metric_is_measured(self) -> Self:
         refuse_two_units("evaluation", self.every_steps, self.every_epochs)
-        is_counted_later = self.every_epochs is not None and not self.best.is_of_tasks
-        never_measured = self.best_every_steps is None and not is_counted_later
-        if self.early_stopping is not None and never_measured:
+        has_epochs = self.every_epochs is not None and not self.best.is_of_tasks
+        is_measured_before_end = self.best_every_steps is not None or has_epochs
+        if self.early_stopping is not None and not is_measured_before_end:
             raise ValueError(
                 f"evaluation.early_stopping depends on {self.best.metric}, which is measured only "
                 f"at the end -> set {self.best_every_key}"

@@ -22,14 +22,16 @@ def is_imported(name: str) -> bool:
     return re.match(_PATTERN, name) is not None
 
 
-def _imported(name: str) -> str:
+def _check_imported_name(name: str) -> str:
     if not is_imported(name):
         raise ValueError("must name code of yours as package.module:Name")
     return name
 
 
 ImportedName = Annotated[
-    str, AfterValidator(_imported), WithJsonSchema({"type": "string", "pattern": _PATTERN})
+    str,
+    AfterValidator(_check_imported_name),
+    WithJsonSchema({"type": "string", "pattern": _PATTERN}),
 ]
 """Name of user code: ``package.module:Name``."""
 

@@ -29,10 +29,12 @@ _ATTENTION_PACKAGES = {
 
 
 def check_attention_package(section: "ModelSection") -> list[Problem]:
-    """Return a problem where the package of the attention implementation is not installed, nor
-    `kernels`, by which transformers may fetch it. Imports nothing."""
-    module, install = _ATTENTION_PACKAGES.get(section.attention, ("", ""))
-    if not module or any(map(importlib.util.find_spec, (module, "kernels"))):
+    """Return a problem if neither the package of the attention implementation is installed, nor
+    `kernels`, with which transformers may fetch it. Imports nothing."""
+    if section.attention not in _ATTENTION_PACKAGES:
+        return []
+    module, install = _ATTENTION_PACKAGES[section.attention]
+    if importlib.util.find_spec(module) or importlib.util.find_spec("kernels"):
         return []
     rule, remedy = f"{module} is not installed", f"{install}; or model.attention=sdpa"
     return [Problem("model.attention", section.attention, rule, remedy)]
@@ -64,7 +66,7 @@ class VocabularySection(Section):
     """add rows until their number is a multiple of this, such as 128 for tensor cores"""
 
     def size(self, before: int, tokens: int) -> int:
-        """Return the number of rows of a vocabulary that has `before` and must hold `tokens`."""
+        """Return the rows of a vocabulary that has `before` rows and must have one per token."""
         num_rows = max(before, tokens)
         multiple = self.pad_to_multiple_of or 1
         return -(-num_rows // multiple) * multiple

@@ -21,15 +21,15 @@ from bigtrain.system.extras import install_line
 class OptimizerFacts:
     """Facts about an optimizer, without torch.
 
-    module: has its `RULE`, an `UpdateRule`. states: those shaped like the parameter, by the names
-    that checkpoints give them; each is in ``optimizer.state_dtype``, or has `state_bytes` bytes per
-    element. block_bytes: per parameter, of states that every rank of a stage has in full. beside:
-    the optimizer of all parameters that are not matrices of hidden layers, if this one updates only
-    those. small: the optimizer of parameters with fewer than `min_elements` elements, if this one
-    updates only others. package: with its kernels, and the extra of bigtrain that installs it.
-    settings: the field of the section that only this one reads. defaults: of
-    the section's other fields, where it has other ones. unread: fields that it does not read, with
-    the reason.
+    module: defines `RULE`, the optimizer's `UpdateRule`. states: names, in checkpoints, of states
+    that are shaped like the parameter. state_bytes: bytes per element of a state; None: those of
+    ``optimizer.state_dtype``. block_bytes: bytes per element of the parameter of states that every
+    rank of a stage has in full. beside: the optimizer of all other parameters, if this one updates
+    only matrices of hidden layers. small: the optimizer of parameters with fewer than
+    `min_elements` elements, if this one updates only larger ones. package: the library with its
+    kernels, and the extra of bigtrain that installs it. settings: the field of the section that
+    only this optimizer reads. defaults: of other fields of the section, if they differ. unread:
+    fields that it does not read, with the reason.
     """
 
     module: str
@@ -46,18 +46,19 @@ class OptimizerFacts:
 
     @property
     def names(self) -> list[str]:
-        """Rows of the table that a run with this one uses besides it."""
+        """Further optimizers that a run with this optimizer uses."""
         return [name for name in (self.beside, self.small) if name is not None]
 
     def bytes_per_element(self, state_bytes: int) -> float:
-        """Return the bytes of states per element of a parameter that this one updates;
+        """Return the bytes of states per element of a parameter that this optimizer updates.
         `state_bytes`: of an element in ``optimizer.state_dtype``."""
-        size = state_bytes if self.state_bytes is None else self.state_bytes
-        return len(self.states) * size + self.block_bytes
+        element_bytes = state_bytes if self.state_bytes is None else self.state_bytes
+        return len(self.states) * element_bytes + self.block_bytes
 
     def divided_bytes(self, matrix_share: float, state_bytes: int) -> float:
-        """Return the bytes per parameter of states that ZeRO divides; `matrix_share`: the share of
-        parameters that are in matrices of hidden layers. Parameters that are `small` are few."""
+        """Return the bytes per element, in the mean over a model, of states that ZeRO shards.
+        `matrix_share`: the share of elements that are in matrices of hidden layers. The few
+        elements of `small` parameters are ignored."""
         matrix_bytes = self.bytes_per_element(state_bytes) - self.block_bytes
         if self.beside is None:
             return matrix_bytes
@@ -118,8 +119,8 @@ def check_optimizer_package(section: "OptimizerSection") -> list[Problem]:
 
 
 def known_optimizer(name: str) -> str:
-    """Return `name` if it is in the table. Raise ValueError in pydantic's words for a value that
-    is none of several."""
+    """Return `name` if it is in the table, else raise ValueError with pydantic's text for a wrong
+    choice."""
     if name not in OPTIMIZERS:
         quoted = [repr(optimizer_name) for optimizer_name in OPTIMIZERS]
         expected = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
@@ -241,7 +242,7 @@ class OptimizerSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _its_defaults(cls, values: Any) -> Any:
+    def _set_defaults_of_type(cls, values: Any) -> Any:
         facts = OPTIMIZERS.get(str(values.get("type"))) if isinstance(values, dict) else None
         return values if facts is None else {**facts.defaults, **values}
 
@@ -251,13 +252,14 @@ class OptimizerSection(Section):
             name = facts.settings
             if name is None or name == self.facts.settings:
                 continue
-            if getattr(self, name) != type(getattr(self, name))():
+            settings = getattr(self, name)
+            if settings != type(settings)():  # other than the defaults
                 raise ValueError(
                     f"optimizer.{name} is set, and optimizer.type = {self.type} does not read it "
                     f"-> type: {optimizer_type}, or remove it"
                 )
         for name, reason in self.facts.unread.items():
-            # By value: the configuration that a checkpoint holds has every field set.
+            # Compare values, since in the configuration of a checkpoint every field is set.
             value, default = getattr(self, name), type(self).model_fields[name].default
             if value != default:
                 text = list(value) if isinstance(value, tuple) else value

@@ -69,10 +69,11 @@ class ParallelSection(Section):
     @staticmethod
     def tree_of(degrees: ModelDegrees) -> dict[str, Any]:
         """Return the section with `degrees`, without degrees of 1."""
-        names = {name: name.removesuffix("_size") for name in MODEL_DEGREES if name != "ring_size"}
-        tree = {key: getattr(degrees, name) for name, key in names.items()}
-        tree = {key: size for key, size in tree.items() if size > 1}
-        if degrees.ring_size > 1:
+        tree: dict[str, Any] = {}
+        for name in MODEL_DEGREES:
+            if name != "ring_size" and getattr(degrees, name) > 1:
+                tree[name.removesuffix("_size")] = getattr(degrees, name)
+        if degrees.ring_size > 1:  # both factors of sequence_size
             sequence_sizes = {"ulysses": degrees.ulysses_size, "ring": degrees.ring_size}
             tree["sequence"] = {method: size for method, size in sequence_sizes.items() if size > 1}
         return tree
@@ -85,8 +86,8 @@ GENERATIONS_IN_MEMORY = 2
 
 
 def copies_stored(partner_copies: int) -> int:
-    """Return how often a rank's part of a checkpoint is in the file system in memory of its host,
-    with the `partner_copies` that another host sends."""
+    """Return the peak number of copies of a rank's part of a checkpoint in memory of a host, with
+    the `partner_copies` that another host sends."""
     return GENERATIONS_IN_MEMORY * (1 + partner_copies)
 
 
@@ -370,7 +371,7 @@ class ScheduleSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> Self:
+    def _settings_have_an_effect(self) -> Self:
         if not is_imported(self.type):
             if self.settings:
                 raise ValueError(
@@ -378,20 +379,15 @@ class ScheduleSection(Section):
                     f"{self.type!r} is bigtrain's own -> omit them"
                 )
             return self
-        shaping = [
-            f"schedule.{name} = {value}"
-            for name, value, unset in (
-                ("warmup_steps", self.warmup_steps, 0),
-                ("warmup_ratio", self.warmup_ratio, None),
-                ("cycles", self.cycles, 1),
-                ("decay_steps", self.decay_steps, None),
-                ("min_lr_ratio", self.min_lr_ratio, 0.1),
-            )
-            if value != unset
+        names = ("warmup_steps", "warmup_ratio", "cycles", "decay_steps", "min_lr_ratio")
+        unread_settings = [
+            f"schedule.{name} = {getattr(self, name)}"
+            for name in names
+            if getattr(self, name) != type(self).model_fields[name].default
         ]
-        if shaping:
+        if unread_settings:
             raise ValueError(
-                f"{' and '.join(shaping)} would have no effect: {self.type} returns the factor of "
-                "every step, warm-up and decay included -> pass it in schedule.settings"
+                f"{' and '.join(unread_settings)} would have no effect: {self.type} returns the "
+                "factor of every step, warm-up and decay included -> pass it in schedule.settings"
             )
         return self

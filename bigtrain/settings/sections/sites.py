@@ -6,7 +6,12 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from bigtrain.settings.sections.base import NonNegativeInt, PositiveInt, Section
+from bigtrain.settings.sections.base import (
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    nearest_multiples,
+)
 from bigtrain.settings.sections.running import Seconds
 
 ONE_SITE = "not the weights with which the run ended on its sites"
@@ -99,7 +104,7 @@ class SitesSection(Section):
     they continue without the missing ones, which a new run names and ends"""
 
     @model_validator(mode="after")
-    def _index_is_one_of_them(self) -> Self:
+    def _index_is_below_count(self) -> Self:
         if self.index >= self.count:
             raise ValueError(
                 f"sites.index = {self.index} is none of sites.count = {self.count} sites, counted "
@@ -118,7 +123,7 @@ class SitesSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _address_is_gone(cls, values: Any) -> Any:
+    def _former_address_is_refused(cls, values: Any) -> Any:
         if isinstance(values, Mapping) and "address" in values:
             raise ValueError(
                 f"sites.address = {values['address']!r} no longer exists: sites meet at an outer "
@@ -129,7 +134,7 @@ class SitesSection(Section):
         return values
 
     @model_validator(mode="after")
-    def _they_can_meet(self) -> Self:
+    def _sites_have_a_server(self) -> Self:
         if self.server is not None:
             self._check_server(self.server)
         elif self.count > 1:
@@ -146,12 +151,13 @@ class SitesSection(Section):
         return self
 
     def _check_server(self, server: str) -> None:
-        parts = urlsplit(server)
+        """Raise ValueError if `server` is not an address, or for options that it excludes."""
+        url = urlsplit(server)
         try:
-            port = parts.port
-        except ValueError:
+            port = url.port
+        except ValueError:  # not a number
             port = None
-        if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path:
+        if url.scheme not in ("http", "https") or not url.hostname or not port or url.path:
             raise ValueError(
                 f"sites.server = {server!r} is not http://host:port or https://host:port -> such "
                 "as https://10.0.0.1:29700"
@@ -161,13 +167,14 @@ class SitesSection(Section):
                 f"sites.token_file is missing, and the server at {server} answers only sites that "
                 "have its token -> the file that it was started with (--token-file)"
             )
-        if self.start_server and parts.scheme == "https":
+        if self.start_server and url.scheme == "https":
             raise ValueError(
                 f"sites.server = {server!r} is https, and sites.start_server = true starts a "
                 "server without a certificate -> http://HOST:PORT, or start it yourself: "
                 "`bigtrain outer-server` with --certificate and --key"
             )
-        if self.exchange == "server" and (self.fragments > 1 or self.overlap_steps or self.mixing):
+        has_fragments = self.fragments > 1 or self.overlap_steps or self.mixing
+        if self.exchange == "server" and has_fragments:
             raise ValueError(
                 f"sites.fragments = {self.fragments}, overlap_steps = {self.overlap_steps}, mixing "
                 f"= {self.mixing:g} with sites.exchange = 'server': a server exchanges complete "
@@ -176,31 +183,29 @@ class SitesSection(Section):
 
     @model_validator(mode="after")
     def _fragments_take_turns(self) -> Self:
-        steps, parts = self.inner_steps, self.fragments
-        if steps % parts:
+        steps, fragments = self.inner_steps, self.fragments
+        if steps % fragments:
             divisors = [n for n in range(1, steps + 1) if steps % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - parts))
-            below = steps // parts * parts
+            nearest = min(divisors, key=lambda n: abs(n - fragments))
             raise ValueError(
-                f"sites.fragments = {parts} does not divide sites.inner_steps = {steps} -> "
-                f"fragments: {nearest}, or inner_steps: "
-                + (f"{below} or {below + parts}" if below else str(parts))
+                f"sites.fragments = {fragments} does not divide sites.inner_steps = {steps} -> "
+                f"fragments: {nearest}, or inner_steps: {nearest_multiples(steps, fragments)}"
             )
-        if self.overlap_steps >= steps // parts:
+        if self.overlap_steps >= self.steps_between:
             raise ValueError(
                 f"sites.overlap_steps = {self.overlap_steps} is not less than sites.inner_steps / "
-                f"sites.fragments = {steps // parts}: a fragment would still be under way when the "
-                f"next one is sent -> {steps // parts - 1} or less"
+                f"sites.fragments = {self.steps_between}: a fragment would still be under way when "
+                f"the next one is sent -> {self.steps_between - 1} or less"
             )
         return self
 
     @property
     def server_place(self) -> tuple[str, int]:
         """Host and port of the server, which must be set."""
-        parts = urlsplit(self.server or "")
-        assert parts.hostname
-        assert parts.port
-        return parts.hostname, parts.port
+        url = urlsplit(self.server or "")
+        assert url.hostname
+        assert url.port
+        return url.hostname, url.port
 
     @property
     def server_holds_weights(self) -> bool:
@@ -217,17 +222,17 @@ class SitesSection(Section):
         return _LR_OF_FEW if self.count <= _FEW_SITES else _LR_OF_MANY
 
     def weights(self) -> tuple[int, ...]:
-        """How much each site counts in a mean."""
+        """Return the weight of each site in a mean over the sites."""
         return self.shares or (1,) * self.count
 
     @property
     def steps_between(self) -> int:
-        """Steps from one outer step to the next."""
+        """Optimizer steps between two outer steps."""
         return self.inner_steps // self.fragments
 
     def sent_after(self, step: int, last_step: int) -> range:
-        """The fragments that are exchanged after optimizer step `step` of `last_step`, from 1; all
-        fragments after the last step."""
+        """Return the fragments that sites send after optimizer step `step` (from 1): the next one
+        in turn every `steps_between` steps, all fragments after `last_step`."""
         if step == last_step:
             return range(self.fragments)
         if step % self.steps_between:
@@ -236,5 +241,5 @@ class SitesSection(Section):
         return range(fragment, fragment + 1)
 
     def merged_after(self, sent_step: int) -> int:
-        """The step after which takes effect what was sent after step `sent_step`."""
+        """Return the step after which fragments that were sent after `sent_step` take effect."""
         return sent_step + self.overlap_steps

@@ -40,11 +40,11 @@ def loss_of(metrics: MetricsFile) -> list[float]:
 
 def test_the_fields_are_those_of_a_run() -> None:
     """A field that is renamed there would silently be drawn no more."""
-    drawn = {*metrics_file.FIGURES, *metrics_file.POSITIONS} - {"hours"}
+    drawn = {*metrics_file.CURVE_FIELDS, *metrics_file.POSITIONS} - {"hours"}
     optional = {row.name for row in fields(StepMetrics) if is_optional(row)}
     assert drawn - optional <= set(FIELDS)
     # Objects of several figures, which not every run measures.
-    assert set(FIELDS) - drawn <= set(metrics_file.OF_STEPS)
+    assert set(FIELDS) - drawn <= set(metrics_file.OBJECT_FIELDS)
 
 
 def test_what_a_run_writes_is_read(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_the_same_run_twice(tmp_path: Path) -> None:
 
 
 def test_many_runs_have_fewer_points_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MAX_BUCKETS", "_FEWEST_BUCKETS"):
+    for name in ("MAX_BUCKETS", "_MIN_BUCKETS"):
         monkeypatch.setattr(run_files, name, getattr(run_files, name) // 8)
     places = [
         make_run(tmp_path / str(n), [step_line(step) for step in range(1, 1125)]) for n in range(9)

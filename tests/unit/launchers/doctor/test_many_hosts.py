@@ -109,7 +109,7 @@ def test_names_are_looked_up_side_by_side(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(hostfile, "_has_address", look_up)
     monkeypatch.setattr(hostfile, "ssh_settings_name_hosts", lambda: False)
-    (problem,) = hostfile._unknown(names(2000))
+    (problem,) = hostfile._unresolved_names(names(2000))
     assert problem.startswith("line 8: n7: this host name")
     assert len(asked) == 2000
 
