@@ -136,7 +136,7 @@ class Tasks:
             key = "evaluation.best.metric"
             raise ConfigError(Problem(key, section.best.metric, rule, remedy))
 
-    def figures(self, model: TokenModel) -> dict[str, float]:
+    def metrics(self, model: TokenModel) -> dict[str, float]:
         """Return the metrics by ``TASK/METRIC``, followed by ``@FILTER`` unless the filter is
         lm-eval's ``none``. Restores global random generators."""
         with _quiet(), _lm_eval_seeds():
@@ -164,7 +164,7 @@ class Tasks:
 
 
 def figures_of(results: Any) -> dict[str, float]:
-    """Return the metrics in lm-eval's `results`, as `Tasks.figures` names them."""
+    """Return the metrics in lm-eval's `results`, as `Tasks.metrics` names them."""
     by_name = {}
     for task, figures in results["results"].items():
         for key, value in figures.items():
