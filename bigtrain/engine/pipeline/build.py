@@ -28,9 +28,9 @@ from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import (
     apply_layer_options,
     copy_of,
-    cutting,
-    is_cut,
     run_dtype,
+    sharded_partitioning,
+    shards_parameters,
 )
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
@@ -121,7 +121,7 @@ def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: Mode
     built: list[Stage] = []
     stages = model_plan.stages
     assert stages is not None
-    partitioning = cutting(mesh, None) if is_cut(mesh) else WHOLE
+    partitioning = sharded_partitioning(mesh, None) if shards_parameters(mesh) else WHOLE
 
     def prepare(model: Any) -> None:
         if partitioning.prepare is not None:
