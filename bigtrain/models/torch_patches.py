@@ -143,8 +143,9 @@ def allow_any_length(tensor: torch.Tensor) -> None:
 
 def keep_graphs(num_graphs: int) -> None:
     """Let a function have up to `num_graphs` graphs; with more, torch only warns, and runs the
-    function uncompiled. The default of 8 (torch/_dynamo/config.py, `recompile_limit`) can be too few
-    for the kinds of layers, training, evaluation and the lengths of a run's phases. Process-wide."""
+    function uncompiled. The default of 8 (torch/_dynamo/config.py, `recompile_limit`) can be too
+    few for kinds of layers, training, evaluation and the lengths of a run's phases. Process-wide.
+    """
     torch._dynamo.config.recompile_limit = num_graphs
 
 
