@@ -50,12 +50,12 @@ class ExpertLoad:
     ) -> None:
         self._mesh, self._device = mesh, device
         self.counts = ExpertCounts(model, is_compiled=is_compiled)
-        by_stage: list[Any] = [self.counts.num_experts]
+        counts_of_stages: list[Any] = [self.counts.num_experts]
         if mesh.topology.pipeline_size > 1:
-            by_stage = [None] * mesh.topology.pipeline_size
-            dist.all_gather_object(by_stage, self.counts.num_experts, group=mesh.pipeline)
+            counts_of_stages = [None] * mesh.topology.pipeline_size
+            dist.all_gather_object(counts_of_stages, self.counts.num_experts, group=mesh.pipeline)
         self._num_experts: dict[str, int] = {}  # by module, in all pipeline stages
-        for num_experts_by_module in by_stage:
+        for num_experts_by_module in counts_of_stages:
             self._num_experts |= num_experts_by_module
         self._traffic: list[Traffic] = []
         if mesh.topology.expert_size > 1:

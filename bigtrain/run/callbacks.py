@@ -191,9 +191,9 @@ class Callbacks:
         if not self.uses_code:
             return None
         rank_metrics = self._recorder.take()
-        by_rank = [rank_metrics] if group is None else gather_on_main(rank_metrics, group)
+        metrics_of_ranks = [rank_metrics] if group is None else gather_on_main(rank_metrics, group)
         try:
-            recorded = joined(by_rank)
+            recorded = joined(metrics_of_ranks)
         except ValueError as error:
             self.failure = self.failure or ExtensionError(f"{error} -> use one reduction")
             return None

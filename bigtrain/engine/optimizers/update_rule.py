@@ -106,8 +106,8 @@ def names_in_update(
     group's parameters together, and a rank may have no part of a parameter; ZeRO 3 gives every rank
     a part of every parameter, and updates a few parameters at a time."""
     master_ids = {id(master.values) for master in masters}
-    not_updated = {part.name for part in parts if id(part.master) not in master_ids}
-    return [name for name in group["names"] if name not in not_updated]
+    skipped_names = {part.name for part in parts if id(part.master) not in master_ids}
+    return [name for name in group["names"] if name not in skipped_names]
 
 
 @dataclass(frozen=True)

@@ -288,8 +288,8 @@ def diagnose(
     first_step = min(position.step for position in positions)
     ranks_behind = [position.rank for position in positions if position.step == first_step]
     operations = {position.rank: (position.collective, position.activity) for position in positions}
-    (usual_operation, num_usual), *others = Counter(operations.values()).most_common(2)
-    is_majority = any(num_usual > num_others for _, num_others in others)
+    (usual_operation, num_usual), *runners_up = Counter(operations.values()).most_common(2)
+    is_majority = any(num_usual > num_others for _, num_others in runners_up)
     lagging: list[int] = []
     reason = ""
     if ranks_outside and len(ranks_outside) < len(positions):
