@@ -184,7 +184,8 @@ def _part_of_callers() -> str:
         return "optimizer"
     if names & {"cross_entropy", "_compute", "summed_loss"}:
         return "loss"
-    if names & {"allreduce_gradients", "backward", "_backward", "_finish", "hook", "_take"}:
+    in_backward = {"allreduce_gradients", "backward", "_backward", "_finish", "hook"}
+    if names & (in_backward | {"_add_to_bucket"}):
         return "gradients"
     return "loss"
 

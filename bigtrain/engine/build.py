@@ -102,7 +102,7 @@ def build_engine(
 
         multi_token = MultiTokenLoss(model, layers, config.objective.mtp_weight, device)
     exact = ExactParameters(model, model_plan.parameters.float32_names, device)
-    compiled = apply_layer_options(
+    is_compiled = apply_layer_options(
         model, config, engine_config, device, model_plan, chunked_loss=chunked_loss
     )
     untrained, expert_size = model_plan.parameters.untrained, mesh.topology.expert_size
@@ -124,7 +124,7 @@ def build_engine(
             moe=config.moe,
             sequence=sequence,
             computes_loss=chunked_loss is not None,
-            is_compiled=compiled,
+            is_compiled=is_compiled,
             terms=loss_terms(config.objective),
             multi_token=multi_token,
             unreached=model_plan.parameters.unreached,
@@ -156,7 +156,7 @@ def _initialize(
     set_mpu(mpu)
     set_expert_groups(mesh.expert, mesh.expert_replicas)
     has_experts = any("moe" in group and group["params"] for group in groups)
-    move_buffers(model, device)  # which DeepSpeed leaves where they are under ZeRO 3
+    move_buffers(model, device)  # with ZeRO 3, DeepSpeed does not move them
     patches = engine_with_experts() if has_experts else nullcontext()
     if engine_config.zero_stage == 3:
         call_equally_often(model)

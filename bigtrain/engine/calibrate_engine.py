@@ -1,6 +1,6 @@
-"""Overhead of DeepSpeed on this machine's CPUs, where nothing overlaps: real engines of two models,
-timed on one rank and on two. A wide one moves gradients and parameters, a deep one of tiny layers
-launches operations and runs ZeRO 3's hooks."""
+"""Overhead of DeepSpeed on this machine's CPUs, where nothing overlaps: engines of two models are
+timed on one rank and on two ranks. The step of a wide model mostly moves gradients and parameters;
+the step of a deep model of tiny layers mostly launches operations and runs ZeRO 3's hooks."""
 
 from __future__ import annotations
 
@@ -46,33 +46,35 @@ _DEEP = {**_SHAPE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layer
 def measure_engine() -> MeasuredEngine:
     """Return the seconds of the engine by parameter byte, operation and parameter tensor. Not
     collective. Raises LaunchError."""
-    single, pair = _seconds(1), _seconds(2)
+    one_rank, two_ranks = _seconds(1), _seconds(2)
     deep, wide = _costs(_DEEP), _costs(_WIDE)
-    # The deep model is all launches: a forward pass and a backward pass of twice the operations.
-    kernel = single["deep 0 1"] / (3 * _num_kernels(deep))
+    # The deep model only launches kernels: in a forward pass, and twice as many in the backward
+    # pass. ZeRO 3 adds its hooks.
+    kernel_seconds = one_rank["deep 0 1"] / (3 * _num_kernels(deep))
     num_tensors = sum(deep.kinds[layer_type].num_tensors for layer_type in deep.layers)
-    hooks = max(0.0, single["deep 3 1"] - single["deep 0 1"]) / num_tensors
-    operation_seconds = 3 * _num_kernels(wide) * kernel
-    size = wide.num_parameters * 4
+    hook_seconds = max(0.0, one_rank["deep 3 1"] - one_rank["deep 0 1"]) / num_tensors
+    wide_kernel_seconds = 3 * _num_kernels(wide) * kernel_seconds
+    parameter_bytes = wide.num_parameters * 4
     costs = {}
-    for zero in range(4):
-        # Seconds of the wide model by world size: of a micro-batch without its operations, and of
-        # the rest of a step. Steps of few and of many micro-batches separate the two.
+    for zero_stage in range(4):
+        # Seconds of the wide model by world size: of a micro-batch without kernels, and of a step
+        # without micro-batches. Steps of few and of many micro-batches separate the two.
         few, many = _ACCUMULATIONS
         batch_seconds, step_seconds = [], []
-        for seconds in (single, pair):
-            short, long = seconds[f"wide {zero} {few}"], seconds[f"wide {zero} {many}"]
-            batch = max(0.0, long - short) / (many - few)
-            batch_seconds.append(max(0.0, batch - operation_seconds))
-            step_seconds.append(max(0.0, short - few * batch))
-        # More than the minimum, on two ranks, is communication.
-        costs[zero] = ZeroCosts(
-            min(batch_seconds) / size,
-            min(step_seconds) / size,
-            (batch_seconds[1] - min(batch_seconds)) / size,
-            (step_seconds[1] - min(step_seconds)) / size,
+        for seconds in (one_rank, two_ranks):
+            with_few = seconds[f"wide {zero_stage} {few}"]
+            with_many = seconds[f"wide {zero_stage} {many}"]
+            per_batch = max(0.0, with_many - with_few) / (many - few)
+            batch_seconds.append(max(0.0, per_batch - wide_kernel_seconds))
+            step_seconds.append(max(0.0, with_few - few * per_batch))
+        # Time on two ranks above the minimum is communication.
+        costs[zero_stage] = ZeroCosts(
+            min(batch_seconds) / parameter_bytes,
+            min(step_seconds) / parameter_bytes,
+            (batch_seconds[1] - min(batch_seconds)) / parameter_bytes,
+            (step_seconds[1] - min(step_seconds)) / parameter_bytes,
         )
-    return MeasuredEngine(kernel, hooks, costs)
+    return MeasuredEngine(kernel_seconds, hook_seconds, costs)
 
 
 def _costs(values: dict[str, Any]) -> ModelCosts:
@@ -101,7 +103,8 @@ def _config(values: dict[str, Any], zero: int, accumulation: int, world_size: in
 
 
 def _seconds(world_size: int) -> dict[str, float]:
-    """Return the seconds of a step by ``model zero accumulation``, in a newly started world."""
+    """Return the seconds of a step of a world of `world_size` ranks, by text of model, ZeRO stage
+    and accumulation: "wide 3 4"."""
     with tempfile.TemporaryDirectory() as name:
         output = Path(name) / "seconds.json"
         try:
@@ -128,6 +131,7 @@ def _measure(output: Path) -> None:
 
 
 def _step(values: dict[str, Any], zero: int, accumulation: int, world: World) -> float:
+    """Return the least seconds of a step, after two for warming up. Collective."""
     config = _config(values, zero, accumulation, world.size)
     run = resolve_run(config, world.size, None, "cpu")
     hf_config = load_hf_config(config.model)

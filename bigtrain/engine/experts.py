@@ -42,25 +42,29 @@ class ExpertLoadStats:
 
 
 class ExpertLoad:
-    """Counts for an engine's `model`. The constructor is collective over `mesh.pipeline`.
-    is_compiled: whether the model's layers are compiled."""
+    """Measured load of the experts of an engine's `model`. The constructor is collective over
+    `mesh.pipeline`. is_compiled: whether the model's layers are compiled."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, device: torch.device, *, is_compiled: bool
     ) -> None:
         self._mesh, self._device = mesh, device
         self.counts = ExpertCounts(model, is_compiled=is_compiled)
-        stages: list[Any] = [self.counts.num_experts]
+        counts_of_stages: list[Any] = [self.counts.num_experts]
         if mesh.topology.pipeline_size > 1:
-            stages = [None] * mesh.topology.pipeline_size
-            dist.all_gather_object(stages, self.counts.num_experts, group=mesh.pipeline)
-        self._num_experts: dict[str, int] = {k: v for stage in stages for k, v in stage.items()}
+            counts_of_stages = [None] * mesh.topology.pipeline_size
+            dist.all_gather_object(counts_of_stages, self.counts.num_experts, group=mesh.pipeline)
+        self._num_experts: dict[str, int] = {}  # by module, in all pipeline stages
+        for num_experts_by_module in counts_of_stages:
+            self._num_experts |= num_experts_by_module
         self._traffic: list[Traffic] = []
         if mesh.topology.expert_size > 1:
             from bigtrain.models.parallel.collectives import GroupRows
 
             exchanges = {exchange_of(module) for module in self.counts.modules.values()}
-            self._traffic = [e.traffic for e in exchanges if isinstance(e, GroupRows)]
+            self._traffic = [
+                exchange.traffic for exchange in exchanges if isinstance(exchange, GroupRows)
+            ]
 
     def begin_step(self, *, counting: bool, measuring: bool) -> None:
         """Begin a step; `counting`: whether to count its tokens, `measuring`: its exchanges."""
@@ -81,20 +85,21 @@ class ExpertLoad:
         waits for the device."""
         if not self._num_experts:
             return None
+        # One sum over all ranks: tokens of the experts of all modules, sent bytes and seconds.
         sizes = list(self._num_experts.values())
         totals = torch.zeros(sum(sizes) + 2, dtype=torch.float64, device=self._device)
-        parts = dict(zip(self._num_experts, totals[:-2].split(sizes), strict=True))
-        # Tensor-parallel ranks have equal tokens, so one of them counts.
+        tokens_by_module = dict(zip(self._num_experts, totals[:-2].split(sizes), strict=True))
+        # Tensor-parallel ranks have equal tokens, so the first rank counts.
         if self._mesh.coordinates.tensor_rank == 0:
             for name in self.counts.modules:
-                parts[name].copy_(self.counts.of(name, self._device))
+                tokens_by_module[name].copy_(self.counts.of(name, self._device))
         totals[-2] = sum(traffic.sent_bytes for traffic in self._traffic)
         totals[-1] = sum(traffic.seconds() for traffic in self._traffic)
         dist.all_reduce(totals)
         host_totals = totals.cpu()
         imbalance = {
-            name: float(part.max() / part.mean().clamp(min=1e-300))
-            for name, part in zip(self._num_experts, host_totals[:-2].split(sizes), strict=True)
+            name: float(tokens.max() / tokens.mean().clamp(min=1e-300))  # 0 without any token
+            for name, tokens in zip(self._num_experts, host_totals[:-2].split(sizes), strict=True)
         }
         if self._mesh.topology.expert_size == 1:
             return ExpertLoadStats(imbalance)
@@ -106,9 +111,9 @@ class RouterLosses:
     """Weighted auxiliary loss of a run's routers, for a micro-batch at a time.
 
     ``auxiliary_loss: global_batch`` is transformers' formula with the fractions of tokens per
-    expert taken over the global batch (Qiu et al. 2025, arXiv 2501.11873, equation 4): all ranks'
-    micro-batches of this number and those before it. Asks `model` for router logits if `section`
-    needs them.
+    expert taken over the global batch (Qiu et al. 2025, arXiv 2501.11873, equation 4), as far as it
+    is computed: the micro-batches of all ranks up to the current one. Makes `model` return router
+    logits if `section` needs them.
     """
 
     def __init__(self, model: nn.Module, section: MoeSection, replicas: dist.ProcessGroup) -> None:
@@ -118,7 +123,8 @@ class RouterLosses:
         self.aux_coefficient = float(coefficient) if is_on else 0.0
         self._section, self._replicas = section, replicas
         self._top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
-        self._counts: torch.Tensor | None = None  # of the step so far
+        # In the step so far: tokens of every expert, and all tokens.
+        self._counts: torch.Tensor | None = None
         if section.z_loss_coefficient:
             config.output_router_logits = True
 
@@ -133,11 +139,9 @@ class RouterLosses:
         section = self._section
         if section.auxiliary_loss == "global_batch":
             routing = Routing.of(router_logits_of(outputs), self._top_k)
-            # Tokens by expert, and all tokens, of this micro-batch on all replicas. Earlier
-            # micro-batches of the step are added, so that fractions are of the global batch so far.
-            counts = torch.cat(
-                [routing.expert_tokens, routing.expert_tokens.new_full((1,), routing.num_rows)]
-            )
+            # Add this micro-batch on all replicas to the counts of the step.
+            num_rows = routing.expert_tokens.new_full((1,), routing.num_rows)
+            counts = torch.cat([routing.expert_tokens, num_rows])
             dist.all_reduce(counts, group=self._replicas)
             self._counts = counts if self._counts is None else self._counts + counts
             fractions = self._counts[:-1] / self._counts[-1]
@@ -151,9 +155,9 @@ class RouterLosses:
 
 
 class BiasUpdate:
-    """Update of the biases by which tokens of `model` choose experts, in float32 also where
-    parameters are of 16 bit: buffers become so here, parameters are values of `exact`. rate: of an
-    update; 0 makes none."""
+    """Update of the biases by which tokens of `model` choose experts. Biases are float32 also if
+    parameters have 16 bits: buffers are converted here, parameters have values in `exact`. rate:
+    size of an update; 0: no updates."""
 
     def __init__(
         self, model: nn.Module, load: ExpertLoad, rate: float, exact: ExactParameters
@@ -161,7 +165,7 @@ class BiasUpdate:
         self.rate = rate
         self._load = load
         self._biases: dict[str, torch.Tensor] = {}
-        # Other parameters are trained, or are not to be updated.
+        # Without other parameters, which the optimizer trains or which stay as they are.
         for bias in selection_biases(model, exact.values.keys()):
             if not bias.is_parameter:
                 bias.tensor.data = bias.tensor.data.float()
@@ -172,10 +176,11 @@ class BiasUpdate:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Raise, after an update of the parameters, the biases of experts that fewer tokens of the
-        global batch than the mean have chosen, and lower the biases of all other experts: b += rate
-        * sign(mean count - count). Collective over the replicas."""
+        """Update the biases after an update of the parameters: raise the biases of experts with
+        fewer tokens of the global batch than the mean, and lower the biases of experts with more.
+        Collective over the replicas."""
         for name, bias in self._biases.items():
+            # b += rate * sign(mean count - count)
             counts = self._load.of_replicas(name).double()
-            step = self.rate * torch.sign(counts.mean() - counts)
-            bias += step.to(bias.dtype).view_as(bias)
+            change = self.rate * torch.sign(counts.mean() - counts)
+            bias += change.to(bias.dtype).view_as(bias)

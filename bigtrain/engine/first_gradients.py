@@ -17,9 +17,11 @@ _SHOWN = 5
 
 
 class FirstGradients:
-    """Parameters of a run by a probe's result: trained ones get a gradient, `unreached` do not.
+    """Comparison of the first step with a probe: trained parameters get a gradient, and parameters
+    of `unreached` weights get none.
 
-    A gradient of zeros is a gradient, as the first one of LoRA's A: B begins with zeros.
+    A gradient of zeros counts as a gradient: the first gradient of LoRA's A is zero, since B begins
+    with zeros.
 
     unreached: frozen weights, or base weights whose adapters or copies are trained, by their names
     in the model without adapters.
@@ -48,8 +50,8 @@ class FirstGradients:
         if self._is_compared:
             yield
             return
-        # Frozen parameters take part in autograd's graph too. DeepSpeed has registered its hooks
-        # already, for parameters that required gradients at that time.
+        # Let autograd compute gradients of frozen parameters, too. DeepSpeed's hooks, which it has
+        # registered for trained parameters, do not see them.
         reached_indices: set[int] = set()
         frozen = [p for p in self._parameters.values() if not p.requires_grad]
         for parameter in frozen:
@@ -65,35 +67,43 @@ class FirstGradients:
             parameter.requires_grad_(False)
             parameter.grad = None
 
-        # A row for each pipeline stage, since stages have other parameters.
-        longest = torch.tensor(len(hooks), device=self._device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        # Parameters with a gradient on any rank: a row for each pipeline stage.
+        max_parameters = torch.tensor(len(hooks), device=self._device)
+        dist.all_reduce(max_parameters, dist.ReduceOp.MAX)
         stage = self._mesh.coordinates.pipeline_rank
         num_stages = self._mesh.topology.size("pipeline")
-        is_reached = torch.zeros(num_stages, int(longest), device=self._device, dtype=torch.int32)
+        is_reached = torch.zeros(
+            num_stages, int(max_parameters), device=self._device, dtype=torch.int32
+        )
         is_reached[stage, sorted(reached_indices)] = 1
         dist.all_reduce(is_reached, dist.ReduceOp.MAX)
-        reached: list[str] = []
+
+        # Differences from the probe: in this stage, then in all stages.
+        unexpected: list[str] = []
         absent: list[str] = []
-        flags = is_reached[stage, : len(hooks)].tolist()
-        for name, flag, is_unreached in zip(
-            self._parameters, flags, self._is_unreached, strict=True
+        for name, has_gradient, is_unreached in zip(
+            self._parameters,
+            is_reached[stage, : len(hooks)].tolist(),
+            self._is_unreached,
+            strict=True,
         ):
-            if bool(flag) == is_unreached:
-                (reached if flag else absent).append(name)
+            if has_gradient and is_unreached:
+                unexpected.append(name)
+            elif not has_gradient and not is_unreached:
+                absent.append(name)
         names_by_stage: list[tuple[list[str], list[str]]] = [([], [])] * num_stages
-        dist.all_gather_object(names_by_stage, (reached, absent), group=self._mesh.pipeline)
+        dist.all_gather_object(names_by_stage, (unexpected, absent), group=self._mesh.pipeline)
         self._is_compared, self._parameters, self._is_unreached = True, {}, []
-        reached, absent = (
-            list(dict.fromkeys(name for names in names_by_stage for name in names[index]))
-            for index in (0, 1)
-        )
-        if reached:
-            raise ModelError(self._unexpected(reached))
-        if absent:
+        # Tied weights are in several stages.
+        all_unexpected = list(dict.fromkeys(n for names, _ in names_by_stage for n in names))
+        all_absent = list(dict.fromkeys(n for _, names in names_by_stage for n in names))
+        if all_unexpected:
+            raise ModelError(self._unexpected(all_unexpected))
+        if all_absent:
             log(
-                f"{len(absent)} trained parameters have no gradient in the first step, such as an "
-                f"expert that no token chose: {_listed(absent)}; without one they are only decayed"
+                f"{len(all_absent)} trained parameters have no gradient in the first step, such as "
+                f"an expert that no token chose: {_listed(all_absent)}; without one they are only "
+                "decayed"
             )
 
     def _unexpected(self, names: Sequence[str]) -> str:

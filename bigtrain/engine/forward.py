@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class LaterTokens(Protocol):
-    """Loss of later tokens than the next (`bigtrain.engine.multi_token`)."""
+    """Loss of tokens after the next token (`bigtrain.engine.multi_token`)."""
 
     def of_batch(self, batch: MicroBatch, inputs: Mapping[str, Any]) -> Any:
-        """Return what the forward pass of `batch` is asked to compute in addition."""
+        """Return the request for the losses that the forward pass of `batch` computes, too."""
 
     def weighted(self, losses: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the weighted sum of what it computed, float32 []."""
+        """Return the weighted sum of the requested losses, float32 []."""
 
     def forget(self) -> None:
         """Forget the losses since the last `read`."""
@@ -53,13 +53,13 @@ class LaterTokens(Protocol):
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How an engine passes samples through its model, and makes their loss.
+    """Options of the forward passes of a model and of its loss.
 
-    isolation: of documents. sequence: the parts of samples that ranks share. computes_loss: whether
-    the model computes the loss of the targets. is_compiled: whether layers are compiled. terms: of
-    the loss in addition to its cross-entropy. multi_token: of layers that predict later tokens.
-    exact: parameters in another dtype than DeepSpeed's. unreached: weights that, by a probe, get no
-    gradient (`ParameterPlan`).
+    isolation: of documents. sequence: division of samples into parts, one for each of several
+    ranks. computes_loss: whether the model computes the loss of the targets. is_compiled: whether
+    layers are compiled. terms: terms of the loss in addition to the cross-entropy. multi_token:
+    loss of the layers that predict later tokens. exact: parameters in another dtype than
+    DeepSpeed's. unreached: weights that get no gradient in a probe (`ParameterPlan`).
     """
 
     isolation: Isolation
@@ -111,8 +111,8 @@ class ForwardPasses:
         evaluation mode, on the CPU. Collective; the inputs of all ranks have one shape. Ranks
         with one data rank (tensor, sequence, pipeline parallel) have equal inputs."""
         self.engine.eval()
-        # The input is not split over the sequence-parallel ranks, and another shape would compile
-        # the layers once more.
+        # The input is not split over the sequence-parallel ranks, and its shape is not the shape
+        # of training, for which the layers are compiled.
         unsplit_input = self.sequence.whole_samples() if self.sequence else nullcontext()
         plain_layers = uncompiled() if self.is_compiled else nullcontext()
         with unsplit_input, plain_layers:
@@ -136,8 +136,8 @@ class ForwardPasses:
     def cross_entropy(
         self, batch: MicroBatch, moved: MicroBatch, factor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """Return the summed loss of this rank's tokens, and all else that the model returned.
-        `moved` is `batch` on the device; `factor` what the loss is going to be multiplied by."""
+        """Return the summed loss of this rank's tokens, and the model's outputs. `moved`: `batch`
+        on the device; `factor`: by which the caller will multiply the loss."""
         if self._computes_loss:
             # Labels on the host, so that tokens without one are known without waiting.
             targets = self._part(batch.labels)
@@ -160,8 +160,8 @@ class ForwardPasses:
         return summed_token_loss(logits, labels, self._terms, teacher, weights), outputs
 
     def log_probabilities(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
-        """Return the log-probability per target, float32 [R, T], and all else that the model
-        returned. Ranks that share samples all return complete rows."""
+        """Return the log-probability per target, float32 [R, T], and the model's outputs. Ranks
+        that share samples all return complete rows."""
         if self._computes_loss:
             targets = self._part(batch.labels)
             outputs = self._forward(batch, moved, targets=targets, per_token=True)
@@ -171,25 +171,26 @@ class ForwardPasses:
         return self._complete_rows(token_log_probabilities(outputs.logits, labels)), outputs
 
     def scores(self, batch: MicroBatch, moved: MicroBatch) -> tuple[torch.Tensor, Any]:
-        """Return the scores per row at the last token, float32 [R, L], and all else that the model
-        returned. A row has as many targets as tokens. transformers' class takes the scores at the
-        last token that is not the configuration's padding, so the tokens after a row's end are
-        replaced by padding. Ranks that share samples have scores of separate parts of a row: the
-        scores of the rank with the last token are used."""
+        """Return the scores per row at the last token, float32 [R, L], and the model's outputs. A
+        row has as many targets as tokens. transformers' class takes the scores at the last token
+        that is not the configuration's padding, so the tokens after a row's end are replaced by
+        padding. Ranks that share samples have scores of separate parts of a row: the scores of the
+        rank with the last token are used."""
         padded = self._padded(moved)
         outputs = self._forward(batch, padded)
         scores = outputs.logits.float()
         if self.sequence is not None:
             ids = padded.input_ids
             positions = torch.arange(ids.shape[-1], device=ids.device)
-            last = (positions * (ids != self._padding)).argmax(-1, keepdim=True)
-            is_last = self.sequence.part(positions == last)
-            placed = torch.where(is_last.unsqueeze(-1), scores.unsqueeze(1), 0.0)
-            scores = self.sequence.whole(placed).sum(1)
+            last_position = (positions * (ids != self._padding_id)).argmax(-1, keepdim=True)
+            is_last = self.sequence.part(positions == last_position)
+            # This rank's scores at the last token, if the rank has that token; else zeros.
+            placed_scores = torch.where(is_last.unsqueeze(-1), scores.unsqueeze(1), 0.0)
+            scores = self.sequence.whole(placed_scores).sum(1)
         return scores, outputs
 
     @property
-    def _padding(self) -> int:
+    def _padding_id(self) -> int:
         """Token id with which the model's configuration pads."""
         config: Any = self.module.config
         return int(config.get_text_config().pad_token_id)
@@ -200,7 +201,7 @@ class ForwardPasses:
         labels = batch.labels
         positions = torch.arange(labels.shape[-1], device=labels.device)
         lengths = (labels != IGNORED_LABEL).sum(-1, keepdim=True)
-        ids = torch.where(positions < lengths, batch.input_ids, self._padding)
+        ids = torch.where(positions < lengths, batch.input_ids, self._padding_id)
         return replace(batch, input_ids=ids, tokens=None)
 
     @torch.no_grad()
@@ -223,7 +224,8 @@ class ForwardPasses:
         ((batch, moved),) = self.feed([batch])
         with uncompiled() if self.is_compiled else nullcontext():
             if top is None:
-                scores = self.log_probabilities(batch, moved)[0].unsqueeze(-1)
+                target_logps, _ = self.log_probabilities(batch, moved)
+                scores = target_logps.unsqueeze(-1)
             elif self._computes_loss:
                 targets = self._part(batch.labels)
                 scores = self._forward(batch, moved, targets=targets, top=top).loss
@@ -243,8 +245,8 @@ class ForwardPasses:
         without dropout, float32 [R]."""
         for batch, moved in self.feed(batches):
             with self.evaluating():
-                sums = self.log_probabilities(batch, moved)[0].sum(-1)
-            yield batch, moved, sums
+                target_logps, _ = self.log_probabilities(batch, moved)
+            yield batch, moved, target_logps.sum(-1)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -286,15 +288,17 @@ class ForwardPasses:
 
 
 @dataclass(frozen=True)
-class _Copied:
+class _DeviceCopy:
+    """Copy of a micro-batch on the device, complete when `event` has happened."""
+
     batch: MicroBatch
     event: torch.cuda.Event
 
 
 class DeviceFeed:
-    """Copies micro-batches to `device`; on CUDA on a separate stream, one micro-batch ahead. The
-    host's tensors must be pinned for the copies to overlap (`open_training_data` pins them on
-    CUDA); nothing waits for them but the computing stream, when it needs them."""
+    """Feed that copies micro-batches to `device`; on CUDA on a separate stream, one micro-batch
+    ahead. The host's tensors must be pinned for the copies to overlap (`open_training_data` pins
+    them on CUDA); only the computing stream waits for a copy, when it needs the micro-batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -306,30 +310,30 @@ class DeviceFeed:
             for batch in batches:
                 yield batch, batch.moved(lambda tensor: tensor.to(self._device))
             return
-        ahead: deque[tuple[MicroBatch, _Copied]] = deque()
+        copies: deque[tuple[MicroBatch, _DeviceCopy]] = deque()
         for batch in batches:
             with torch.cuda.stream(self._stream):
-                copied = batch.moved(lambda tensor: tensor.to(self._device, non_blocking=True))
-                copied_event = torch.cuda.Event()
-                copied_event.record(self._stream)
-            ahead.append((batch, _Copied(copied, copied_event)))
-            if len(ahead) > 1:
-                yield self._when_copied(*ahead.popleft())
-        for last in ahead:
-            yield self._when_copied(*last)
+                copy = batch.moved(lambda tensor: tensor.to(self._device, non_blocking=True))
+                copied = torch.cuda.Event()
+                copied.record(self._stream)
+            copies.append((batch, _DeviceCopy(copy, copied)))
+            if len(copies) > 1:
+                yield self._when_copied(*copies.popleft())
+        for batch, last_copy in copies:
+            yield self._when_copied(batch, last_copy)
 
-    def _when_copied(self, batch: MicroBatch, copied: _Copied) -> tuple[MicroBatch, MicroBatch]:
+    def _when_copied(self, batch: MicroBatch, copy: _DeviceCopy) -> tuple[MicroBatch, MicroBatch]:
         """Return `batch` and its copy on the device; the computing stream waits for the copy."""
         computing = torch.cuda.current_stream(self._device)
         # Not `computing.wait_event`, which is counted as waiting for other ranks
         # (`bigtrain.models.torch_patches.observed_device_waits`).
-        copied.event.wait(computing)
-        # The copying stream owns the memory, and the computing stream uses it until the tensors are
-        # freed.
-        copied.batch.moved(lambda tensor: _in_use(tensor, computing))
-        return batch, copied.batch
+        copy.event.wait(computing)
 
+        # The copying stream owns the memory: it must not be reused while the computing stream uses
+        # the tensors.
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            tensor.record_stream(computing)
+            return tensor
 
-def _in_use(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    tensor.record_stream(stream)
-    return tensor
+        copy.batch.moved(keep)
+        return batch, copy.batch

@@ -14,10 +14,9 @@ from bigtrain.models.layers.multi_token import MultiTokenLayers, labels_at_depth
 
 
 class MultiTokenLoss:
-    """Weighted loss of the `layers` of `model`: `weight` times the mean over the layers of their
-    cross-entropies. Like the model's cross-entropy it is a sum over targets, divided by the number
-    of targets of the next token in the global batch (DeepSeek-V3, arXiv 2412.19437, equation
-    24)."""
+    """Weighted loss of the `layers` of `model`: `weight` times the mean of the cross-entropies of
+    the layers (DeepSeek-V3, arXiv 2412.19437, equation 24). Like the model's cross-entropy it is a
+    sum over targets, divided by the number of targets of the next token in the global batch."""
 
     def __init__(
         self,
@@ -32,8 +31,8 @@ class MultiTokenLoss:
         self._totals = torch.zeros(2, len(layers.layers), dtype=torch.float64, device=device)
 
     def of_batch(self, batch: MicroBatch, inputs: Mapping[str, Any]) -> FurtherLosses:
-        """Return the losses that the forward pass of `batch`, on the host, is to compute, with the
-        model's `inputs`."""
+        """Return the request for the losses of the layers in the forward pass of `batch`, and count
+        the targets. `batch` is on the host; `inputs`: of the model, on the device."""
         positions = batch.position_ids
         depths = range(1, len(self._layers.layers) + 1)
         labels = [labels_at_depth(batch.labels, depth, positions) for depth in depths]
@@ -42,8 +41,9 @@ class MultiTokenLoss:
             self._totals[1, depth - 1] += num_targets
 
         def states(hidden: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            ids, position_ids = inputs["input_ids"], inputs.get("position_ids")
-            options = {n: v for n, v in inputs.items() if n not in ("input_ids", "position_ids")}
+            """Yield the last hidden states of each layer, and its labels."""
+            options = dict(inputs)
+            ids, position_ids = options.pop("input_ids"), options.pop("position_ids", None)
             hidden_states = self._layers.hidden_states(
                 self._model, hidden, ids, position_ids, **options
             )

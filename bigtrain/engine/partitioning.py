@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 def build_dtype(config: RunConfig, engine_config: EngineConfig) -> torch.dtype:
     """Return the dtype in which parameters are constructed."""
-    # ZeRO-3 partitions parameters as they are built, so they are built in their final dtype. The
-    # other stages cast the full model in `initialize` and make the fp32 masters from the cast
-    # model. So every stage starts from identically rounded weights.
+    # ZeRO-3 partitions parameters as they are built, so they are built in their final dtype. Lower
+    # stages cast the full model in `initialize` and make the fp32 masters from the cast model. So
+    # every stage starts from identically rounded weights.
     return run_dtype(config) if engine_config.zero_stage == 3 else torch.float32
 
 
@@ -51,9 +51,9 @@ def run_dtype(config: RunConfig) -> torch.dtype:
 
 def partitioning_of(engine_config: EngineConfig, mesh: Mesh) -> Partitioning:
     """Return the sharding and partitioning applied while the model is constructed."""
-    if is_cut(mesh):
+    if shards_parameters(mesh):
         zero3 = copy_of(engine_config.deepspeed) if engine_config.zero_stage == 3 else None
-        return cutting(mesh, zero3)
+        return sharded_partitioning(mesh, zero3)
     if engine_config.zero_stage != 3:
         return WHOLE
 
@@ -83,21 +83,22 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def copy_of(value: Any) -> Any:
-    """Return a deep copy of JSON values; `deepspeed.initialize` writes into what it is given."""
+    """Return a deep copy of JSON values, since `deepspeed.initialize` changes its configuration."""
     if isinstance(value, dict):
         return {key: copy_of(item) for key, item in value.items()}
     return [copy_of(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def is_cut(mesh: Mesh) -> bool:
+def shards_parameters(mesh: Mesh) -> bool:
     """Return whether ranks hold parts of parameters, before ZeRO partitions them."""
     return mesh.topology.tensor_size > 1 or mesh.topology.expert_size > 1
 
 
-def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
+def sharded_partitioning(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
     """Build a model whose parameters are sharded over `mesh.tensor`, or its experts over
     `mesh.expert`. Full parameters take no memory until they are filled, one layer at a time; then
-    this rank keeps its shard, and under ZeRO-3 (`zero3`: the DeepSpeed dict) its part of that."""
+    this rank keeps its shard, and with ZeRO-3 (`zero3`: DeepSpeed's dict) its partition of the
+    shard."""
     partition = None
     if zero3 is not None:
         # Partitions full parameters over the replicas, as `zero.Init` does in constructors.
@@ -141,9 +142,9 @@ def cutting(mesh: Mesh, zero3: dict[str, Any] | None) -> Partitioning:
 
 
 def register_external_parameters(model: nn.Module) -> None:
-    """Make ZeRO 3 gather parameters of other modules that peft's layers read, and all of an MLP's
-    at once if it is computed in tiles. DeepSpeed gathers parameters only for the module that owns
-    them, and for modules for which they are registered as external."""
+    """Make ZeRO 3 gather the parameters of other modules that peft's layers read, and all
+    parameters of an MLP at once if it is computed in tiles. DeepSpeed gathers parameters for the
+    module that owns them, and for modules for which they are registered as external."""
     from bigtrain.models.layers.tiled_mlp import parameters_inside, tiled_modules
 
     borrowed = borrowed_parameters(model) if has_adapters(model) else ()

@@ -48,12 +48,16 @@ def begin_principal_adapters(
     """
     section = config.adapters
     assert section is not None
-    by_name = {
+    fragments = {
         fragment.name: fragment for fragment in owned_fragments(engine.engine, engine.module)
     }
-    layers = {n: m for n, m in engine.module.named_modules() if hasattr(m, INITIAL["lora_A"])}
+    layers = {
+        name: module
+        for name, module in engine.module.named_modules()
+        if hasattr(module, INITIAL["lora_A"])
+    }
     if is_new:
-        # The layers of every stage are dealt to all ranks, one layer each at a time.
+        # In a round every rank decomposes one layer, of any pipeline stage.
         model = empty_model(hf_config)
         names = find_targets(model, section).names
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -68,16 +72,16 @@ def begin_principal_adapters(
                 weights.fill(source, (0, 0), full)
                 forget_computed()
                 full = full.to(engine.device)
-                is_transposed = hasattr(model.get_submodule(round_names[rank]), "nf")  # Conv1D
-                pair = principal_matrices(
-                    full.T if is_transposed else full, section.rank, section.scale
-                )
-                return {matrix: values.cpu() for matrix, values in pair.items()}
+                is_conv1d = hasattr(model.get_submodule(round_names[rank]), "nf")
+                if is_conv1d:  # transformers' Conv1D has the transposed weight
+                    full = full.T
+                matrices = principal_matrices(full, section.rank, section.scale)
+                return {matrix: values.cpu() for matrix, values in matrices.items()}
 
             for name, matrices in zip(round_names, gather(decompose), strict=False):
                 assert matrices is not None
                 if name in layers:
-                    _set_initial(layers[name], name, matrices, by_name)
+                    _set_initial(layers[name], name, matrices, fragments)
 
     for name, layer in layers.items():
         weight_name = f"{name}.base_layer.weight"
@@ -86,9 +90,9 @@ def begin_principal_adapters(
                 f"adapters.init = 'pissa': {weight_name} is kept in float32 by the architecture, "
                 "which has not been compared with peft -> adapters.init=lora"
             )
-        if weight_name in by_name:
+        if weight_name in fragments:
             product = initial_product(layer)
-            for box, view in by_name[weight_name].parts(MASTER):
+            for box, view in fragments[weight_name].parts(MASTER):
                 view.copy_(view.to(torch.float32) - product[box.slices].to(view.device))
     engine.refresh_parameters()
 
@@ -97,13 +101,13 @@ def _set_initial(
     layer: Any,
     name: str,
     matrices: Mapping[str, torch.Tensor],
-    by_name: Mapping[str, Fragment],
+    fragments: Mapping[str, Fragment],
 ) -> None:
-    """Set the matrices of a layer, and its buffers with their initial values. A rank may hold no
-    part of a matrix."""
+    """Set this rank's parts of the matrices of a layer, if it has any, and the buffers of the layer
+    with the initial values."""
     for matrix, values in matrices.items():
         getattr(layer, INITIAL[matrix]).copy_(values.view(torch.int32))
-        fragment = by_name.get(f"{name}.{matrix}.{ADAPTER}.weight")
+        fragment = fragments.get(f"{name}.{matrix}.{ADAPTER}.weight")
         if fragment is not None:
             for box, view in fragment.parts(MASTER):
                 view.copy_(values[box.slices])

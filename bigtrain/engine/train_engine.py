@@ -52,19 +52,19 @@ OPTIMIZER_UPDATE = "optimizer update"
 @dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step; tensors stay on the device so that nothing waits for it.
-    loss_sum: this rank's share of the summed cross-entropy, in nats. num_targets: target tokens of
-    the global batch, or the sum of their weights, float64. figures: the stats passed to the skip
-    policy; None without one."""
+    loss_sum: this rank's share of the summed loss, in nats. num_targets: target tokens of the
+    global batch, or the sum of the tokens' weights, float64. stats: what the skip policy was
+    called with; None without a policy."""
 
     loss_sum: torch.Tensor
     num_targets: torch.Tensor
-    figures: StepStats | None = None
+    stats: StepStats | None = None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss of held-out samples: the mean in nats per token (of another objective, per unit), equal
-    bits on all ranks. num_units: tokens or units over all ranks. recorded: metrics that this rank
+    """Loss of held-out samples: the mean in nats per unit of the objective, such as a token; the
+    bits are equal on all ranks. num_units: units over all ranks. recorded: metrics that this rank
     recorded in the passes, to be joined over the ranks."""
 
     loss: float
@@ -73,13 +73,13 @@ class Evaluation:
 
 
 class TrainEngine(ForwardPasses):
-    """Trains one model by optimizer steps. Every method is collective over all ranks.
+    """Engine that trains one model by optimizer steps. Every method is collective over all ranks.
 
     teach: adds the probabilities of a teacher in the run to a micro-batch that is trained on.
-    on_phase: called with a name for what the engine does next. first_gradients: comparison with a
-    probe. added_states: checkpoint contents other than masters and optimizer states, by parameter
-    and state name: 1-D, for this rank's part of the master. host_time: in DeepSpeed's hooks.
-    expert_load: of observed steps.
+    on_phase: called with the name of the phase that begins, such as `FORWARD_PASS`.
+    first_gradients: comparison of the first step with a probe. added_states: checkpoint contents
+    other than masters and optimizer states, by parameter and state name: 1-D, for this rank's part
+    of the master. host_time: time in DeepSpeed's hooks. expert_load: load in observed steps.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TrainEngine(ForwardPasses):
     ) -> StepResult:
         """Do forward and backward of this rank's micro-batches, then one optimizer update.
         `micro_batches`: `plan.accumulation` micro-batches; `lr`: of this update; `skip_policy`:
-        decides whether it is made (the host then waits for the device); `observe`: whether
+        decides whether the update is made (the host then waits for the device); `observe`: whether
         `expert_load` will be read."""
         assert len(micro_batches) == self.plan.accumulation
         set_learning_rate(self.engine.optimizer, lr)
@@ -143,8 +143,8 @@ class TrainEngine(ForwardPasses):
             micro_batches = [self.teach(batch) for batch in micro_batches]
         self.on_phase(COUNTING_TARGETS)
         num_targets = self._count_targets(micro_batches)
-        # DeepSpeed divides the summed gradients by the number of replicas, and counts the ranks
-        # that share a sample as replicas.
+        # loss = sum over targets / number of targets. DeepSpeed divides the summed gradients by the
+        # number of replicas, and counts the ranks that share a sample as replicas.
         scale = (dist.get_world_size(self.mesh.replicas) / divisor(num_targets)).float()
         loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
         if not self.module.training:  # setting it visits every module
@@ -154,7 +154,7 @@ class TrainEngine(ForwardPasses):
         self._objective.prepare(self, micro_batches)
         for batch, moved in self.feed(micro_batches):
             self._accumulate(batch, moved, scale, loss_sum)
-            # The last micro-batch completes the gradient: what decides on its update is set first.
+            # The update is in the last call of `engine.step`: prepare the decision on it.
             if batch is micro_batches[-1]:
                 self.on_phase(OPTIMIZER_UPDATE)
                 self._norm = self._gradient_norm_before_step()
@@ -175,17 +175,17 @@ class TrainEngine(ForwardPasses):
         if isinstance(optimizer, RuleOptimizer):
             optimizer.begin_count()
         self._router_losses.begin_step()
-        counting = observe or self._bias.rate > 0
+        counting = observe or self._bias.rate > 0  # the biases follow the counts of every step
         self.expert_load.begin_step(counting=counting, measuring=observe)
 
     def _recording(self, skip_policy: SkipPolicy | None) -> SkipPolicy | None:
-        """Return `skip_policy`, with its answer kept for the end of the step."""
+        """Return `skip_policy`, which then also stores its decision in `_is_updated`."""
         self._is_updated = True
         if skip_policy is None:
             return None
 
-        def decide(figures: StepStats) -> bool:
-            self._is_updated = skip_policy(figures)
+        def decide(stats: StepStats) -> bool:
+            self._is_updated = skip_policy(stats)
             return self._is_updated
 
         return decide
@@ -193,14 +193,15 @@ class TrainEngine(ForwardPasses):
     def _end_step(self) -> StepStats | None:
         """Return the stats of the step; updates exact values, and the experts' biases if parameters
         were updated."""
-        figures = self._skip_hook.close()
+        stats = self._skip_hook.close()
         self.exact.refresh(self.engine, self.module, self.mesh, trained_only=True)
         if self._bias.rate and self._is_updated and not has_overflowed(self.engine.optimizer):
             self._bias.update()
-        return figures
+        return stats
 
     def _local_contribution(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """Return this rank's term of a sum over all ranks, in which each loss counts once."""
+        """Return this rank's term of a sum over all ranks that counts each loss once: `loss_sum`,
+        or zero on the ranks with equal losses."""
         return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)
 
     @property
@@ -209,7 +210,7 @@ class TrainEngine(ForwardPasses):
         return self.mesh.coordinates.tensor_rank == 0 and self.counts_samples
 
     def _norm_before_update(self) -> Any:
-        """Return the norm of the gradient after DeepSpeed measured it and before it is used."""
+        """Return the norm of the gradient when DeepSpeed has measured it, before the update."""
         if self._norm is not None:
             return self._norm
         return measured_norm(self.engine.optimizer) / self._scale_of_norm
@@ -238,12 +239,14 @@ class TrainEngine(ForwardPasses):
         self._norm = clip_gradients(self.module.parameters(), limit, self.mesh)
 
     def _gradient_norm_before_step(self) -> torch.Tensor | None:
-        # The plain torch optimizer of fp32 ZeRO 0 keeps no norm, and after step() the gradients
-        # are gone; every other engine, and `_clip_gradients`, measures it while it clips.
-        plain = isinstance(self.engine.optimizer, torch.optim.Optimizer)
-        if not plain:
+        """Return the norm of the complete gradient, if the update itself does not measure it."""
+        # DeepSpeed's optimizers measure the norm, and so does `_clip_gradients`. The plain torch
+        # optimizer (fp32, ZeRO 0) does not, and after step() the gradients are gone.
+        is_torch_optimizer = isinstance(self.engine.optimizer, torch.optim.Optimizer)
+        if not is_torch_optimizer:
             mark_gradients(self._sharded)
-        if not plain or self.engine.gradient_clipping() > 0:
+            return None
+        if self.engine.gradient_clipping() > 0:
             return None
         return total_norm(self.module.parameters(), self.mesh)
 
@@ -280,8 +283,8 @@ class TrainEngine(ForwardPasses):
     def step_loss(self, result: StepResult) -> float:
         """Return the mean loss of a step over the global batch, in nats per token. Waits for the
         device."""
-        if result.figures is not None:
-            return result.figures.loss
+        if result.stats is not None:
+            return result.stats.loss
         total = mean_loss(self._local_contribution(result.loss_sum), result.num_targets)
         dist.all_reduce(total)
         return float(total)
@@ -290,23 +293,24 @@ class TrainEngine(ForwardPasses):
     def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
         """Evaluate all ranks' `batches`; losses are weighted as in training. Collective; every rank
         must bring equally many batches."""
+        # Summed loss, sum of the units' weights, number of units.
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
         recorder = Recorder()
         self.engine.eval()
         with recorder.collecting():
             for batch, moved in self.feed(self._objective.prepare(self, batches)):
-                loss = self._objective.summed_loss(self, batch, moved)[0]
+                loss, _ = self._objective.summed_loss(self, batch, moved)
                 totals[0] += loss if self.counts_samples else 0
                 totals[1] += self._count(batch)
                 totals[2] += self._count(replace(batch, weights=None))
         self.engine.train()
         dist.all_reduce(totals, group=self.mesh.replicas)
         if self.mesh.topology.tensor_size > 1:
-            # Early stopping follows from it, and tensor ranks may round differently.
+            # Tensor ranks may round differently, and must agree on early stopping.
             dist.broadcast(totals, src=0)
         # The host waits for the device here only, once for all batches.
-        loss_sum, weight, num_units = totals.tolist()
-        return Evaluation(loss_sum / (weight or 1), int(num_units), recorder.take())
+        loss_sum, weight_sum, num_units = totals.tolist()
+        return Evaluation(loss_sum / (weight_sum or 1), int(num_units), recorder.take())
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks from the model."""
@@ -318,8 +322,8 @@ class TrainEngine(ForwardPasses):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether this rank counts the losses and units of its samples; one of the ranks that share
-        samples does. Of the cross-entropy every rank counts the tokens that it computes."""
+        """Whether this rank counts losses and units: of the ranks that share samples, one counts
+        the samples; for the cross-entropy every rank counts its part of the tokens."""
         return self.sequence is None or self.computes_entropy or self.sequence.counts
 
     def _count(self, batch: MicroBatch) -> float:
@@ -338,6 +342,7 @@ class TrainEngine(ForwardPasses):
         return values
 
     def _count_targets(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Return the number of targets in the global batch, or the sum of the targets' weights."""
         num_local = sum(self._count(batch) for batch in micro_batches)
         dtype = torch.int64 if micro_batches[0].weights is None else torch.float64
         # Filled on the device: a copy would wait for all its queued work.

@@ -1,4 +1,4 @@
-"""Building any Hugging Face causal LM, or the model of its kind with a score head, with random or
+"""Building any Hugging Face causal LM, or its architecture with a score head, with random or
 pretrained weights, full or partitioned (by a `Partitioning` of the engine, since deepspeed is not
 imported here)."""
 
@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -83,12 +83,13 @@ def build_model(
     layers that compute in float8. Collective over all ranks when partitioned. Raises ModelError for
     a model that cannot be built, and as `find_weights`.
     """
-    # Imports the model class. A class imported while DeepSpeed partitions constructed models
-    # (0.19.8, zero/partition_parameters.py) loses its decorators' constructor afterwards.
+    # The look-ups import the model class. A class that is imported while DeepSpeed partitions
+    # constructed models (0.19.8, zero/partition_parameters.py) loses the constructor that its
+    # decorators made.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if scores_samples(hf_config):
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(hf_config), None)
-    # A copy: transformers and the lines below change the configuration, but not the caller's.
+    # transformers and the lines below change the configuration, so they get a copy.
     model = _construct(copy.deepcopy(hf_config), section, seed, dtype, partitioning)
     if partitioning is WHOLE:
         for name in computed_in_float32(model, dtype):
@@ -109,7 +110,7 @@ def build_model(
 
         if adapters.is_quantized:
             quantize_layers(model, adapters, run_dtype or dtype)
-            if adapters.dora:  # peft looks at the weights
+            if adapters.dora:  # peft computes norms of the weights, which are still empty
                 fill_with_zeros(model)
         add_adapters(model, adapters, lambda layer_name: seed_of(seed, layer_name))
         finish_layers(model, adapters)
@@ -123,7 +124,7 @@ def build_model(
     if section.path is None:
         initialize_weights(model, seed, partitioning)
     else:
-        _make_room(model, partitioning)
+        _settle_shapes_and_buffers(model, partitioning)
         if weights == "read":
             find_weights(section.path, hf_config, seed=seed).fill_model(model)
     if any(modules_of_experts(model)):
@@ -135,21 +136,21 @@ def build_model(
 
 
 @torch.no_grad()
-def _make_room(model: PreTrainedModel, partitioning: Partitioning) -> None:
-    """Split parameters to their final shape, and fill the buffers that are not in files."""
+def _settle_shapes_and_buffers(model: PreTrainedModel, partitioning: Partitioning) -> None:
+    """Shard full parameters, and fill the buffers that are not in files."""
     if partitioning.prepare is not None:
         for parameter in model.parameters():
             with partitioning.gather([parameter]):
-                pass
-    for _, module, owner in _post_order(model, "", model, True):
+                pass  # the exit shards a full parameter
+    for _, module, pretrained_model in _children_first(model, "", model, True):
         if has_buffers_alone(module):
-            initialize_module(owner, module)
+            initialize_module(pretrained_model, module)
 
 
 @torch.no_grad()
 def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
     """Make a model that was built without weights read a layer's weights when the layer is called,
-    and free them afterwards: a forward pass holds a single layer's weights at a time."""
+    and free the weights afterwards: a forward pass holds a single layer's weights at a time."""
 
     def read(name: str, parameter: nn.Parameter) -> None:
         parameter.data = allocate(tuple(weights.tensors[name].shape), parameter.dtype)
@@ -160,29 +161,35 @@ def read_in_turn(model: PreTrainedModel, weights: Weights) -> None:
             parameter.data = parameter.data.new_empty(0)
 
     # Weights of a layer are read by a hook of the layer, weights outside the layers at once.
-    for prefix, _, module, recurse in _units(model, "", model):
-        dot = f"{prefix}." if prefix else ""
-        names = {dot + name: p for name, p in module.named_parameters(recurse=recurse)}
-        if not recurse:
-            for name, parameter in names.items():
+    for unit in _units(model, "", model):
+        dot = f"{unit.name}." if unit.name else ""
+        parameters = {
+            dot + name: parameter
+            for name, parameter in unit.module.named_parameters(recurse=unit.has_subtree)
+        }
+        if not unit.has_subtree:
+            for name, parameter in parameters.items():
                 read(name, parameter)
             continue
 
-        def before(_: nn.Module, __: object, names: dict[str, nn.Parameter] = names) -> None:
-            for name, parameter in names.items():
+        # The default binds the parameters of this pass of the loop.
+        def read_layer(
+            _: nn.Module, __: object, parameters: dict[str, nn.Parameter] = parameters
+        ) -> None:
+            for name, parameter in parameters.items():
                 read(name, parameter)
 
-        free(module)
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(lambda module, *_: free(module))
+        free(unit.module)
+        unit.module.register_forward_pre_hook(read_layer)
+        unit.module.register_forward_hook(lambda module, *_: free(module))
     for name, buffer in model.named_buffers():
         if name in weights.tensors:
             weights.fill(name, (0,) * buffer.ndim, buffer, is_buffer=True)
 
 
 def empty_model(hf_config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return the model on the meta device, constructed in `dtype` (default: the configuration's):
-    names and shapes, nothing allocated."""
+    """Return the model on the meta device, constructed in `dtype` (default: the configuration's
+    dtype): names and shapes without memory."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(hf_config).from_config(
@@ -199,6 +206,8 @@ def _construct(
     dtype: torch.dtype,
     partitioning: Partitioning,
 ) -> PreTrainedModel:
+    """Return the model with tied but uninitialized parameters, in `dtype`, and with stored buffers
+    in float32. Raises ModelError for a model or attention that transformers does not build."""
     with torch.random.fork_rng(devices=[]), no_init_weights(), partitioning.construct():
         # Few constructors draw random numbers; nearly all are drawn by `_init_weights`.
         torch.manual_seed(seed)
@@ -211,8 +220,8 @@ def _construct(
         except (ValueError, ImportError) as error:
             key = "model.config" if section.path is None else f"model.path = {section.path!r}"
             text = str(error).strip() or type(error).__name__
-            is_attention = "attention" in text.lower() or "flash" in text.lower()
-            if section.attention in ("auto", "eager") or not is_attention:
+            is_about_attention = "attention" in text.lower() or "flash" in text.lower()
+            if section.attention in ("auto", "eager") or not is_about_attention:
                 raise ModelError(f"{key}: {text}") from error
             first_sentence = text.split(" yet. ", 1)[0]
             alternative = "eager" if section.attention == "sdpa" else "sdpa"
@@ -230,22 +239,23 @@ def _construct(
     # no_init_weights also skips the tying that post_init would do.
     model.tie_weights()
     assert isinstance(model, PreTrainedModel)
-    # Make stored buffers float32: DeepSpeed does not cast buffers, so all stages compute and export
-    # equal values.
-    stored = model.state_dict(keep_vars=True).keys()
+    # DeepSpeed does not cast buffers. In float32 at every ZeRO stage, stored buffers have equal
+    # values in all computations and exports.
+    stored_names = model.state_dict(keep_vars=True).keys()
     for name, buffer in list(model.named_buffers()):
-        if name in stored and buffer.is_floating_point() and buffer.itemsize < 4:
+        if name in stored_names and buffer.is_floating_point() and buffer.itemsize < 4:
             prefix, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(prefix), leaf, buffer.float())
     return model
 
 
 def _set_gradient_checkpointing(model: PreTrainedModel, section: ModelSection) -> None:
+    """Checkpoint every layer ("full"), or every n-th layer (a number), as `section` says."""
     if section.gradient_checkpointing == "none":
         return
-    every = 1 if section.gradient_checkpointing == "full" else section.gradient_checkpointing
+    interval = 1 if section.gradient_checkpointing == "full" else section.gradient_checkpointing
     try:
-        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+        model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=interval)
     except ValueError as error:
         raise ModelError(
             f"model.gradient_checkpointing = {section.gradient_checkpointing!r}: {error}"
@@ -264,18 +274,23 @@ def initialize_weights(
     time is full. Collective over all ranks when partitioned.
     """
     initialized_ids: set[int] = set()
-    for prefix, owner, module, recurse in _units(model, "", model):
-        distinct = {id(parameter): parameter for parameter in module.parameters(recurse=recurse)}
-        parameters = [p for key, p in distinct.items() if key not in initialized_ids]
+    for unit in _units(model, "", model):
+        parameters = [
+            parameter
+            for parameter in unit.module.parameters(recurse=unit.has_subtree)
+            if id(parameter) not in initialized_ids
+        ]
         with partitioning.gather(parameters):
             if partitioning.writes_weights:
                 with _float32_on_cpu(parameters), torch.random.fork_rng(devices=[]):
-                    for name, child, child_owner in _post_order(module, prefix, owner, recurse):
-                        if getattr(child, "is_hollow", False):
+                    for name, module, pretrained_model in _children_first(
+                        unit.module, unit.name, unit.pretrained_model, unit.has_subtree
+                    ):
+                        if getattr(module, "is_hollow", False):
                             continue
                         torch.manual_seed(seed_of(seed, name))
-                        with _absent_layers(child):
-                            initialize_module(child_owner, child)
+                        with _ignored_stage_layers(module):
+                            initialize_module(pretrained_model, module)
         for parameter in parameters:
             # transformers' init functions skip flagged tensors: a tied weight, or a layer that a
             # container's rule would initialize again when it is no longer full.
@@ -283,55 +298,63 @@ def initialize_weights(
             initialized_ids.add(id(parameter))
 
 
-class _Absent:
-    """A module or parameter of another stage's layer, which rules of initialization leave as it is
-    (transformers/initialization.py)."""
+class _IgnoredTensors:
+    """Stands for a module or parameter of a layer on another stage: transformers' rules of
+    initialization skip it because of its flag (transformers/initialization.py)."""
 
     _is_hf_initialized = True
 
-    def __getattr__(self, name: str) -> _Absent:
+    def __getattr__(self, name: str) -> _IgnoredTensors:
         return self
 
 
 @contextmanager
-def _absent_layers(module: nn.Module) -> Iterator[None]:
-    """Inside, layers of `module` on other stages have modules and parameters of any name: a rule
-    for `module` may change tensors of the layers (Falcon-H1)."""
-    layers = [
-        m for m in module.modules() if m is not module and getattr(m, "is_placeholder", False)
-    ]
+def _ignored_stage_layers(module: nn.Module) -> Iterator[None]:
+    """Inside, placeholders of layers on other stages have modules and parameters of any name: a
+    rule for `module` may initialize tensors of its layers (Falcon-H1)."""
     with ExitStack() as undo:
-        for layer in layers:
-            undo.enter_context(shadowed(layer, {"absent": _Absent()}))
+        for layer in module.modules():
+            if layer is not module and getattr(layer, "is_placeholder", False):
+                undo.enter_context(shadowed(layer, {"absent": _IgnoredTensors()}))
         yield
 
 
-def _units(
-    module: nn.Module, prefix: str, owner: PreTrainedModel
-) -> Iterator[tuple[str, PreTrainedModel, nn.Module, bool]]:
-    """Yield every layer, and every module that contains lists: name, PreTrainedModel, module,
-    and whether the unit includes the subtree."""
+class _Unit(NamedTuple):
+    """A module whose parameters are full together. pretrained_model: the innermost that contains
+    the module. has_subtree: whether the unit includes the parameters of the module's children."""
+
+    name: str
+    module: nn.Module
+    pretrained_model: PreTrainedModel
+    has_subtree: bool
+
+
+def _units(module: nn.Module, name: str, pretrained_model: PreTrainedModel) -> Iterator[_Unit]:
+    """Yield a unit with subtree for every layer, and a unit without for every module that contains
+    lists of layers."""
     if isinstance(module, PreTrainedModel):
-        owner = module
+        pretrained_model = module
     if not any(isinstance(child, nn.ModuleList) for child in module.modules()):
-        yield prefix, owner, module, True
+        yield _Unit(name, module, pretrained_model, has_subtree=True)
         return
-    for name, child in module.named_children():
-        yield from _units(child, f"{prefix}.{name}" if prefix else name, owner)
-    yield prefix, owner, module, False
+    for child_name, child in module.named_children():
+        full_name = f"{name}.{child_name}" if name else child_name
+        yield from _units(child, full_name, pretrained_model)
+    yield _Unit(name, module, pretrained_model, has_subtree=False)
 
 
-def _post_order(
-    module: nn.Module, prefix: str, owner: PreTrainedModel, recurse: bool
+def _children_first(
+    module: nn.Module, name: str, pretrained_model: PreTrainedModel, recurse: bool
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield the name of each module below `module`, the module, and the innermost pretrained model
-    that contains it; children come before their parents."""
+    """Yield `module`, and if `recurse` every module below: name, module, and the innermost
+    pretrained model that contains the module. Children come before their parents."""
     if isinstance(module, PreTrainedModel):
-        owner = module
+        pretrained_model = module
     if recurse:
-        for name, child in module.named_children():
-            yield from _post_order(child, f"{prefix}.{name}" if prefix else name, owner, True)
-    yield prefix, module, owner
+        for child_name, child in module.named_children():
+            full_name = f"{name}.{child_name}" if name else child_name
+            yield from _children_first(child, full_name, pretrained_model, True)
+    yield name, module, pretrained_model
 
 
 @contextmanager

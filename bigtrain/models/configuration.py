@@ -57,25 +57,26 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
     Raises ModelError for a name that does not exist, a model type that transformers does not know,
     a key that the configuration class does not have, or values it refuses.
     """
-    own_type = None if section.type is None else register_model(section.type)
+    registered_type = None if section.type is None else register_model(section.type)
     if isinstance(section.config, dict):
         values = {**section.config, **section.overrides}
-        model_type = values.pop("model_type", own_type)
-        if own_type is not None and model_type != own_type:
+        model_type = values.pop("model_type", registered_type)
+        if registered_type is not None and model_type != registered_type:
             raise ModelError(
                 f"model.config.model_type = {model_type!r}: the type of {section.type} is "
-                f"{own_type!r} -> omit model_type"
+                f"{registered_type!r} -> omit model_type"
             )
-        return _from_values(model_type, values)
+        return _config_from_values(model_type, values)
     source = section.path if section.path is not None else section.config
     assert source is not None
     key = "model.path" if section.path is not None else "model.config"
-    directory = local_path(source, weights=False)  # errors of a store have a complete text
+    # Outside the `try`: errors of an object store already say what to do.
+    directory = local_path(source, weights=False)
     try:
-        # Explicit, or transformers asks at the terminal whether to run a model's own code.
+        # By default, transformers asks at the terminal whether to run a model's own code.
         config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{key} = {source!r}: {_why_not_found(source, error)}") from error
+        raise ModelError(f"{key} = {source!r}: {_load_failure_reason(source, error)}") from error
     except Exception as error:  # validators raise classes that huggingface_hub does not export
         raise ModelError(
             f"{key} = {source!r}: transformers refuses its config.json: "
@@ -95,9 +96,9 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
                 "(auto_map), which is not run -> take one that transformers itself has"
             )
         raise ModelError(str(not_causal(config.to_dict(), key, source)))
-    # Files of quantized tensors are refused by `find_weights`; of plain ones the key is left over,
-    # and transformers would quantize what it loads.
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+    # `find_weights` refuses quantized tensors. Beside plain tensors the keys are left over, and
+    # they would make transformers quantize the tensors that it loads.
+    for part in (config, config.get_text_config()):  # one object twice, unless composite
         for name in QUANTIZATION_KEYS:
             if name in vars(part):
                 delattr(part, name)
@@ -105,7 +106,7 @@ def load_hf_config(section: ModelSection) -> PreTrainedConfig:
         values = {**config.to_diff_dict(), **section.overrides}
         values.pop("model_type", None)
         _check_keys(type(config), section.overrides, "model.overrides")
-        return _build(type(config), values, "model.overrides")
+        return _instantiate(type(config), values, "model.overrides")
     return config
 
 
@@ -117,8 +118,8 @@ def max_positions(hf_config: Any) -> int | None:
 
 
 def register_model(name: str) -> str:
-    """Let transformers build the model class of the user that `name` (``package.module:Class``)
-    means; return its model type. Raises ConfigError if it cannot be imported, ModelError for a
+    """Register the user's model class `name` (``package.module:Class``) with transformers; return
+    the class's model type. Raises ConfigError if the class cannot be imported, ModelError for a
     model type that another class has."""
     model_class = import_named("model.type", name)
     config_class = model_class.config_class
@@ -151,9 +152,10 @@ def auto_class(hf_config: PreTrainedConfig) -> Any:
 def with_objective_head(
     hf_config: PreTrainedConfig, config: RunConfig, labels: tuple[str, ...] = ()
 ) -> PreTrainedConfig:
-    """Return `hf_config` with the head of the run's objective: unchanged for an objective that
-    predicts tokens. `labels`: names of the classes. Raises ConfigError for a base with another type
-    of head, and an architecture without a class with a score head or without a padding token."""
+    """Return `hf_config` with the score head of the run's objective; unchanged for an objective
+    that predicts tokens. `labels`: names of the classes; empty for a single score. Raises
+    ConfigError for a base with another type of head, and for an architecture without a class with a
+    score head or without a padding token."""
     section = config.objective
     key = "model.path" if config.model.path is not None else "model.config"
     # The base and its head must fit the objective and the labels.
@@ -166,7 +168,7 @@ def with_objective_head(
     if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         rule = f"is a {hf_config.model_type}, of which transformers has no class with a score head"
         raise _refused(key, config, rule, "an architecture with one, such as llama or qwen3")
-    if scores_samples(hf_config) and (mismatch := _other_labels(hf_config, labels)):
+    if scores_samples(hf_config) and (mismatch := _label_mismatch(hf_config, labels)):
         raise _refused(key, config, mismatch, "tokenize with its labels, or start from a causal LM")
     # A sample is scored at its last token that is not padding.
     scoring_config = copy.deepcopy(hf_config)
@@ -234,14 +236,16 @@ def unmarked(hf_config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             setattr(hf_config, MTP_MARK, count)
 
 
-def _other_labels(hf_config: PreTrainedConfig, labels: tuple[str, ...]) -> str:
-    """Return why the head of a base does not fit `labels`; empty if it does, or if the base's
-    labels have transformers' default names."""
+def _label_mismatch(hf_config: PreTrainedConfig, labels: tuple[str, ...]) -> str:
+    """Return why the score head of a base does not fit `labels`; empty if the head fits, or if the
+    base's labels have transformers' default names."""
     count = int(hf_config.num_labels or 0)
+    needed = max(1, len(labels))
+    if count != needed:
+        return f"has a score head with {count} labels, and the run needs {needed}"
     base_labels = [str((hf_config.id2label or {}).get(number)) for number in range(count)]
-    if count != max(1, len(labels)):
-        return f"has a score head with {count} labels, and the run needs {max(1, len(labels))}"
-    if labels and base_labels not in (list(labels), [f"LABEL_{number}" for number in range(count)]):
+    default_labels = [f"LABEL_{number}" for number in range(count)]
+    if labels and base_labels not in (list(labels), default_labels):
         return (
             f"has a score head for {', '.join(base_labels)}, and the data has {', '.join(labels)}"
         )
@@ -249,12 +253,13 @@ def _other_labels(hf_config: PreTrainedConfig, labels: tuple[str, ...]) -> str:
 
 
 def _refused(key: str, config: RunConfig, rule: str, remedy: str) -> ConfigError:
+    """Return the error that the base which `key` names breaks `rule`."""
     return ConfigError(Problem(key, config.model.path, rule, remedy))
 
 
-def _generation_file(section: ModelSection) -> str | None:
-    """Return the file with the generation settings of the model that `section` names; None if it
-    has none, or if the hub cannot be reached."""
+def _generation_config_path(section: ModelSection) -> str | None:
+    """Return the path of the generation_config.json of the model that `section` names; None if the
+    model has no such file, or if the hub cannot be reached."""
     source = section.path or section.config
     if not isinstance(source, str):
         return None
@@ -269,9 +274,9 @@ def _generation_file(section: ModelSection) -> str | None:
 
 
 def generation_settings(section: ModelSection) -> dict[str, Any]:
-    """Return the generation settings of the model that `section` names; empty if it has none, or
-    if they are not a JSON object, which `unusable_files` refuses."""
-    path = _generation_file(section)
+    """Return the generation settings of the model that `section` names; empty if the model has
+    none, or if the file holds no JSON object, which `unusable_files` refuses."""
+    path = _generation_config_path(section)
     try:
         settings = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -280,13 +285,13 @@ def generation_settings(section: ModelSection) -> dict[str, Any]:
 
 
 def save_configuration(section: ModelSection, hf_config: PreTrainedConfig, directory: Path) -> None:
-    """Write `hf_config` into `directory`, and the generation settings of the model that `section`
-    names, if it has any: unchanged for trained weights, with the ids of `hf_config` for random
-    ones. Where the hub cannot be reached, `directory` keeps the settings that it has. Raises
-    OSError."""
+    """Write `hf_config` and the generation settings of the model that `section` names, if any, into
+    `directory`. The settings are copied unchanged beside pretrained weights; for random weights,
+    token ids come from `hf_config`. Where the hub cannot be reached, the settings in `directory`
+    remain. Raises OSError."""
     with unmarked(hf_config):
         hf_config.save_pretrained(directory)
-    path = _generation_file(section)
+    path = _generation_config_path(section)
     if path is None:
         return
     shutil.copyfile(path, directory / GENERATION_CONFIG)
@@ -309,7 +314,9 @@ def vocabulary_size(config: PreTrainedConfig) -> int:
     return int(text_config(config).vocab_size)
 
 
-def _from_values(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
+def _config_from_values(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return a configuration of `model_type` with `values`. Raises ModelError for an unknown model
+    type or key, and for a refused value."""
     if model_type not in CONFIG_MAPPING:
         close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
         remedy = f"; did you mean {' or '.join(close)}?" if close else ""
@@ -318,12 +325,14 @@ def _from_values(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig
         )
     config_class = CONFIG_MAPPING[model_type]
     _check_keys(config_class, values, "model.config")
-    return _build(config_class, values, "model.config")
+    return _instantiate(config_class, values, "model.config")
 
 
-def _build(
+def _instantiate(
     config_class: type[PreTrainedConfig], values: Mapping[str, Any], key: str
 ) -> PreTrainedConfig:
+    """Return `config_class` with `values`, which setting `key` holds. Raises ModelError for values
+    that the class refuses."""
     try:
         return config_class(**values)
     # transformers wraps its validators' errors in classes that huggingface_hub does not export;
@@ -338,12 +347,14 @@ def _build(
 def _check_keys(
     config_class: type[PreTrainedConfig], values: Mapping[str, Any], section: str
 ) -> None:
-    """Refuse keys that the class does not have: transformers keeps a misspelt key silently."""
+    """Raise ModelError for a key of `values` that `config_class` does not have: transformers keeps
+    a misspelt key silently."""
     declared_keys = known_keys(config_class)
     undeclared = [key for key in values if key not in declared_keys]
     if not undeclared:
         return
-    # Some architectures read undeclared keys (Qwen3-MoE's head_dim), which their source names.
+    # Some architectures read keys that their configuration class does not declare (Qwen3-MoE's
+    # head_dim): such a key occurs in the source of the model class.
     spec = importlib.util.find_spec(
         config_class.__module__.replace(".configuration_", ".modeling_")
     )
@@ -358,7 +369,7 @@ def _check_keys(
 
 
 def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    """Return keys that the class declares, sets by default, or has as an alias."""
+    """Return the keys that `config_class` declares, sets by default, or has as an alias."""
     names = {field.name for field in dataclasses.fields(config_class)}
     names.update(config_class.attribute_map)
     with suppress(Exception):  # some classes refuse their defaults
@@ -366,10 +377,11 @@ def known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     return frozenset(name for name in names if not name.startswith("_"))
 
 
-def _why_not_found(source: str, error: Exception) -> str:
-    path = Path(source)
-    if path.is_dir():
+def _load_failure_reason(source: str, error: Exception) -> str:
+    """Return why `source`, the loading of which raised `error`, holds no configuration."""
+    if Path(source).is_dir():
         return f"the directory holds no usable config.json ({first_line(error)})"
+    # A name on the hub is "model" or "owner/model".
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         return "no such directory"
     return (

@@ -1,6 +1,6 @@
 """Router logits, counts of tokens by expert, and selection biases of a mixture of experts. The
 auxiliary loss (``load_balancing_loss_func``, Switch Transformer's equations 4 to 6) multiplies two
-means over all tokens and layers: it is not a sum over parts."""
+means over all tokens and layers, so that no sum of parts' losses equals it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ COUNTED, EXCHANGED = "tokens of experts are counted", "ranks exchange tokens of 
 def recorded() -> list[torch.Tensor] | None:
     """Return the list of router logits of the current forward pass, in the order of layers; append
     logits from other stages. None unless the logits are requested (``output_router_logits``)."""
-    # If a model's logits are not in this list, its loss in stages differs, which the trial detects.
+    # For a model whose logits are not in this list, the trial of pipeline stages detects another
+    # loss.
     collected = collected_outputs()
     return None if collected is None else collected.get(KEY)
 
 
 EXCHANGE = "bigtrain_row_exchange"
-"""Attribute of a module of experts that ranks divide: how they exchange rows."""
+"""Attribute of a module of experts that ranks divide: the exchange of rows among these ranks."""
 
 
 def exchange_of(module: nn.Module) -> object | None:
@@ -78,16 +79,16 @@ class Routing:
         """Return the terms for the layers' `logits` [tokens, experts]; a token chooses `top_k`
         experts of a layer."""
         expert_tokens = torch.zeros(logits[0].shape[-1], device=logits[0].device)
-        total = torch.zeros_like(expert_tokens)
-        for layer in logits:
-            weights = torch.softmax(layer, dim=-1)
-            expert_ids = weights.topk(top_k, dim=-1).indices.flatten()
+        probability_sums = torch.zeros_like(expert_tokens)
+        for layer_logits in logits:
+            probabilities = torch.softmax(layer_logits, dim=-1)
+            expert_ids = probabilities.topk(top_k, dim=-1).indices.flatten()
             expert_tokens.scatter_add_(
                 0, expert_ids, torch.ones_like(expert_ids, dtype=expert_tokens.dtype)
             )
-            total = total + weights.float().sum(0)
-        num_rows = sum(layer.shape[0] for layer in logits)
-        return cls(expert_tokens, total / num_rows, num_rows)
+            probability_sums = probability_sums + probabilities.float().sum(0)
+        num_rows = sum(layer_logits.shape[0] for layer_logits in logits)
+        return cls(expert_tokens, probability_sums / num_rows, num_rows)
 
 
 def balance_loss(fractions: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
@@ -100,18 +101,20 @@ def balance_loss(fractions: torch.Tensor, probabilities: torch.Tensor) -> torch.
 def z_loss(logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return the mean over tokens and layers of the square of the logits' log-sum-exp (ST-MoE, Zoph
     et al. 2022, arXiv 2202.08906, equation 5)."""
-    squares = [torch.logsumexp(layer.float(), -1).square().sum() for layer in logits]
-    return torch.stack(squares).sum() / sum(layer.shape[0] for layer in logits)
+    layer_sums = [torch.logsumexp(layer.float(), -1).square().sum() for layer in logits]
+    num_rows = sum(layer.shape[0] for layer in logits)
+    return torch.stack(layer_sums).sum() / num_rows
 
 
 class ExpertCounts:
-    """Counts at the experts modules of `model` that transformers' decorator marks.
+    """Counts tokens by expert at the modules of experts of `model` that transformers' decorator
+    marks.
 
     Counts every token of a training forward pass once: nothing before `begin`, in evaluation mode,
     or when the backward pass recomputes a layer. Does not wait for the device.
 
-    is_compiled: the layers are compiled. Then the counting, which differs from step to step, is
-    between two graphs: in `forward`, since a hook would divide the graphs of its callers too.
+    is_compiled: whether layers are compiled. Then the counting, which differs from step to step,
+    happens between two graphs: in `forward`, since a hook would divide the callers' graphs too.
     """
 
     def __init__(self, model: nn.Module, *, is_compiled: bool = False) -> None:
@@ -137,12 +140,12 @@ class ExpertCounts:
         self._is_counting = counting
 
     def of(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return this rank's tokens by chosen expert of module `name`, int64 [experts]; a token
-        counts for every expert it chose."""
-        counted = self._counts.get(name)
-        if counted is None:
+        """Return this rank's numbers of tokens by expert of module `name`, int64 [experts]; a token
+        counts for every chosen expert."""
+        counts = self._counts.get(name)
+        if counts is None:
             return torch.zeros(self.num_experts[name], dtype=torch.int64, device=device)
-        return counted[:-1]
+        return counts[:-1]  # without the count of "no expert"
 
     def close(self) -> None:
         """Stop counting."""
@@ -153,19 +156,19 @@ class ExpertCounts:
 
     @torch.no_grad()
     def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Count the tokens of a call of `module`, the module of experts `name`."""
         if not self._is_counting or not module.training or is_in_backward():
             return
         expert_ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         expert_ids = expert_ids.reshape(-1)
-        last = self.num_experts[name]
+        no_expert = self.num_experts[name]  # id by which some routers leave a token unchanged
         counts = self._counts.get(name)
         if counts is None:
-            # The last count is for "no expert": some routers may leave a token unchanged.
-            counts = expert_ids.new_zeros(last + 1, dtype=torch.int64)
+            counts = expert_ids.new_zeros(no_expert + 1, dtype=torch.int64)
             self._counts[name] = counts
-        # Not `bincount`, whose output length makes the host wait.
-        slots = expert_ids.clamp(max=last).long()
-        counts.scatter_add_(0, slots, torch.ones_like(slots))
+        # The output length of `bincount` would make the host wait.
+        count_ids = expert_ids.clamp(max=no_expert).long()
+        counts.scatter_add_(0, count_ids, torch.ones_like(count_ids))
 
 
 def _noting(note: Callable[..., None], module: nn.Module) -> Callable[..., torch.Tensor]:
@@ -174,7 +177,7 @@ def _noting(note: Callable[..., None], module: nn.Module) -> Callable[..., torch
     forward: Callable[..., torch.Tensor] = module.forward
 
     is_divided = exchange_of(module) is not None
-    if not is_divided:  # else all of it is outside already
+    if not is_divided:  # divided experts run outside of graphs completely
         note = torch.compiler.disable(note, reason=COUNTED)
 
     def note_and_compute(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -231,7 +234,7 @@ def selection_biases(model: nn.Module, untrained: Collection[str] = ()) -> list[
             for leaf, _ in module.named_parameters(recurse=False)
             if "bias" in leaf and f"{key}.{leaf}" in untrained
         ]
-        # One with an element for every expert is what the experts are chosen by.
+        # The selection bias is the only bias with an element for every expert.
         num_experts = int(experts.num_experts)  # type: ignore[arg-type]
         biases = [b for b in biases if math.prod(local_shape(b.tensor)) == num_experts]
         if len(biases) == 1:

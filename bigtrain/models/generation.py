@@ -67,7 +67,7 @@ def generate(
         input_ids=inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=_fitting_tokens(network, len(ids), max_new_tokens),
-        eos_token_id=_ends(network, tokenizer, model),
+        eos_token_id=_stop_ids(network, tokenizer, model),
         pad_token_id=tokenizer.eos_token_id,
         **sampling.options(),
     )
@@ -81,24 +81,28 @@ def prompt_ids(tokenizer: Any, prompt: str, record: TextRecord | None) -> list[i
     if not ids:
         return []
     if record is None:
-        with_special = list(tokenizer(prompt).input_ids)
-        begin = next(
-            (n for n in range(len(with_special)) if with_special[n : n + len(ids)] == ids), 0
-        )
-        record = TextRecord(tuple(with_special[:begin]), -1, ())
+        # The beginning is what the tokenizer puts before the tokens of the prompt; `begin` needs
+        # no other values of the record.
+        ids_with_special = list(tokenizer(prompt).input_ids)
+        starts = range(len(ids_with_special))
+        prompt_starts = [n for n in starts if ids_with_special[n : n + len(ids)] == ids]
+        beginning_ids = ids_with_special[: prompt_starts[0]] if prompt_starts else []
+        record = TextRecord(tuple(beginning_ids), -1, ())
     return record.begin(ids)
 
 
-def _ends(network: Any, tokenizer: Any, model: str) -> list[int] | None:
-    """Return the tokens at which generation from the directory or hub name `model` stops, or None.
-    With adapters, a record names these tokens; `network` has the base's settings."""
+def _stop_ids(network: Any, tokenizer: Any, model: str) -> list[int] | None:
+    """Return the token ids at which generation from the directory or hub name `model` stops; None
+    if there are none. An export's record names the ids, which for adapters are not among the
+    settings of `network`, the base's."""
     record = read_record(Path(local_path(model)))
     return stop_ids(record, tokenizer, network.generation_config.eos_token_id) or None
 
 
 def _fitting_tokens(network: Any, num_prompt: int, max_new_tokens: int) -> int:
-    """Return `max_new_tokens`, or what the model's positions leave after a prompt of `num_prompt`
-    tokens, with a line on stderr. Raises ModelError for a prompt that leaves none."""
+    """Return `max_new_tokens`, or if the model has too few positions, the number of positions after
+    a prompt of `num_prompt` tokens, with a line on stderr. Raises ModelError for a prompt that
+    leaves no positions."""
     num_positions = max_positions(network.config)
     if num_positions is None or num_prompt + max_new_tokens <= num_positions:
         return max_new_tokens
@@ -124,7 +128,7 @@ class Conversation:
         self, model: str, *, max_new_tokens: int, sampling: Sampling, tokenizer: Any = None
     ) -> None:
         """Load `model` (directory or hub name). `tokenizer`: as for `generate`. Raises ModelError
-        if they cannot be loaded, or the tokenizer has no chat template."""
+        if model or tokenizer cannot be loaded, or the tokenizer has no chat template."""
         self._tokenizer = tokenizer or load_part(AutoTokenizer, model)
         if not self._tokenizer.chat_template:
             raise ModelError(
@@ -134,38 +138,36 @@ class Conversation:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._network = load_network(model).to(self._device)
         self._max_new_tokens, self._sampling = max_new_tokens, sampling
-        self._endings = _ends(self._network, self._tokenizer, model)
+        self._stop_ids = _stop_ids(self._network, self._tokenizer, model)
         torch.manual_seed(sampling.seed)
 
     @torch.no_grad()
     def answer(
         self, messages: list[dict[str, Any]], write: Callable[[str], object] = lambda text: None
     ) -> str:
-        """Return the answer to `messages`; `write` gets its text as it is generated. Raises
-        ModelError if the chat template refuses the messages, or they fill the model's
-        positions."""
+        """Return the answer to `messages`; `write` gets the answer's text piece by piece during
+        generation. Raises ModelError if the chat template refuses the messages, or the messages
+        fill the model's positions."""
         try:
             inputs = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             ).to(self._device)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ModelError(f"the chat template refuses the messages: {error}") from error
+        num_prompt = inputs.input_ids.shape[1]
         output = self._network.generate(
             input_ids=inputs.input_ids,
             attention_mask=inputs.attention_mask,
-            max_new_tokens=_fitting_tokens(
-                self._network, inputs.input_ids.shape[1], self._max_new_tokens
-            ),
-            eos_token_id=self._endings,
+            max_new_tokens=_fitting_tokens(self._network, num_prompt, self._max_new_tokens),
+            eos_token_id=self._stop_ids,
             pad_token_id=self._tokenizer.eos_token_id,
-            streamer=_Written(self._tokenizer, write),
+            streamer=_StreamToFunction(self._tokenizer, write),
             **self._sampling.options(),
         )
-        new = output[0, inputs.input_ids.shape[1] :]
-        return str(self._tokenizer.decode(new, skip_special_tokens=True))
+        return str(self._tokenizer.decode(output[0, num_prompt:], skip_special_tokens=True))
 
 
-class _Written(TextStreamer):  # type: ignore[misc]
+class _StreamToFunction(TextStreamer):  # type: ignore[misc]
     """Streams text to a function instead of standard output."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
@@ -189,7 +191,7 @@ def load_network(model: str) -> Any:
             with without_progress(), quiet_bitsandbytes(), only_errors("transformers"):
                 info = network.load_adapter(directory).to_dict()
         except _LOAD_ERRORS as error:
-            raise _not_loaded(model, error) from error
+            raise _load_error(model, error) from error
         _refuse_incomplete(model, info)
     else:
         network = _load_complete(model)
@@ -204,7 +206,7 @@ def _load_complete(model: str) -> Any:
         refuse_pickles(local_path(model))
     except ValueError as error:
         raise ModelError(f"--model = {model!r}: {error}") from error
-    # Transformers draws at random what it does not find, and lists it in a table for people.
+    # transformers initializes missing parameters randomly, and only prints a table of their names.
     with only_errors("transformers"):
         network, info = load_part(
             AutoModelForCausalLM,
@@ -219,8 +221,8 @@ def _load_complete(model: str) -> Any:
 
 
 def _refuse_incomplete(model: str, info: Mapping[str, Any]) -> None:
-    """Raise ModelError if transformers, by its loading info, has not found every tensor of a model
-    with its shape; print a line on tensors of the files that are not used."""
+    """Raise ModelError if transformers' loading `info` lists missing tensors, or tensors of another
+    shape; print a line on unused tensors of the files."""
     problems = [
         f"{name} has shape {list(stored_shape)} there, and {list(model_shape)} by its config.json"
         for name, stored_shape, model_shape in sorted(info["mismatched_keys"])
@@ -240,24 +242,24 @@ def _refuse_incomplete(model: str, info: Mapping[str, Any]) -> None:
 
 
 def load_part(factory: Any, model: str, **options: Any) -> Any:
-    """Return what transformers' `factory` loads of the directory or hub name `model`. Raises
-    ModelError with the reason if it cannot."""
+    """Return the model or tokenizer that transformers' `factory` loads from the directory or hub
+    name `model`. Raises ModelError with the reason if the factory fails."""
     try:
-        # Adapters: transformers loads them by peft.
         with without_progress(), quiet_bitsandbytes():
             return factory.from_pretrained(local_path(model), trust_remote_code=False, **options)
     except _LOAD_ERRORS as error:
-        raise _not_loaded(model, error) from error
+        raise _load_error(model, error) from error
 
 
-def _not_loaded(model: str, error: Exception) -> ModelError:
-    """Return the error for the directory or hub name `model` that transformers or peft could not
-    load, for which they raised `error`."""
+def _load_error(model: str, error: Exception) -> ModelError:
+    """Return the ModelError for the directory or hub name `model`, for which transformers or peft
+    raised `error`."""
     directory = Path(model)
     if not directory.is_dir():
         reason = (
             "neither a directory here nor a model that could be reached on the Hugging Face hub"
         )
+        # A name on the hub is "model" or "owner/model".
         if model.startswith((".", "/", "~")) or model.count("/") > 1:
             reason = "no such directory"
     elif (directory / "hf" / "config.json").is_file():
@@ -271,5 +273,6 @@ def _not_loaded(model: str, error: Exception) -> ModelError:
         reason = one_line(error, None)
     else:
         reason = "it has no config.json, so it is not a Hugging Face directory"
-    fix = "" if " -> " in reason else " -> an export's directory (RUN/hf), or a Hub name"
-    return ModelError(f"--model = {model!r}: cannot be loaded: {reason}{fix}")
+    has_remedy = " -> " in reason
+    remedy = "" if has_remedy else " -> an export's directory (RUN/hf), or a Hub name"
+    return ModelError(f"--model = {model!r}: cannot be loaded: {reason}{remedy}")

@@ -136,17 +136,17 @@ class Tasks:
             key = "evaluation.best.metric"
             raise ConfigError(Problem(key, section.best.metric, rule, remedy))
 
-    def figures(self, model: TokenModel) -> dict[str, float]:
+    def metrics(self, model: TokenModel) -> dict[str, float]:
         """Return the metrics by ``TASK/METRIC``, followed by ``@FILTER`` unless the filter is
         lm-eval's ``none``. Restores global random generators."""
         with _quiet(), _lm_eval_seeds():
             from lm_eval import evaluate
 
-            # The steps of lm-eval's `simple_evaluate`, which loads tasks itself.
+            # These are the steps of lm-eval's `simple_evaluate`, which would load the tasks again.
             num_fewshot = self._section.tasks_fewshot
             for task in self._loaded["tasks"].values():
                 task_fewshot = task.get_config("num_fewshot")
-                if num_fewshot is not None and task_fewshot != 0:
+                if num_fewshot is not None and task_fewshot != 0:  # 0 is final
                     task.set_config(key="num_fewshot", value=num_fewshot)
                 elif task_fewshot is None:
                     task.set_config(key="num_fewshot", value=0)
@@ -164,36 +164,37 @@ class Tasks:
 
 
 def figures_of(results: Any) -> dict[str, float]:
-    """Return the metrics in lm-eval's `results`, as `Tasks.figures` names them."""
-    by_name = {}
-    for task, figures in results["results"].items():
-        for key, value in figures.items():
-            metric, comma, filter_name = key.partition(",")
+    """Return the metrics in lm-eval's `results`, as `Tasks.metrics` names them."""
+    values_by_name = {}
+    for task, values in results["results"].items():
+        for key, value in values.items():
+            metric, comma, filter_name = key.partition(",")  # keys without a comma are no metrics
             if comma and isinstance(value, float | int) and not metric.endswith("_stderr"):
                 name = metric if filter_name == "none" else f"{metric}@{filter_name}"
-                by_name[f"{task}/{name}"] = float(value)
-    return by_name
+                values_by_name[f"{task}/{name}"] = float(value)
+    return values_by_name
 
 
 def harness_model(model: TokenModel, tokenizer: Any, hf_config: Any, texts: TextRecord) -> Any:
-    """Return lm-eval's model of transformers, with `model` behind it. Texts begin and end like the
-    training texts of the record `texts`."""
+    """Return lm-eval's model of transformers, whose scores and continuations come from `model`.
+    Texts begin and end like the training texts of the record `texts`."""
     beginning = [*texts.beginning_ids]
     # A text without beginning tokens follows the end of a text, as in the training stream.
-    prefix = beginning[-1] if beginning else texts.end_of_document_id
-    return _harness_class(model, texts, prefix, frozenset(stop_ids(texts, tokenizer)))(
+    prefix_id = beginning[-1] if beginning else texts.end_of_document_id
+    end_ids = frozenset(stop_ids(texts, tokenizer))
+    return _harness_class(model, texts, prefix_id, end_ids)(
         pretrained=empty_model(hf_config),
         tokenizer=tokenizer,
         backend="causal",
         batch_size=_TEXTS_AT_ONCE,
         add_bos_token=bool(beginning),
-        prefix_token_id=prefix,
+        prefix_token_id=prefix_id,
     )
 
 
 def padded_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token ids of `rows` and their mask, int64 [rows, longest row], each row at the
-    end of a line."""
+    """Return the token ids of `rows`, padded on the left, and their mask (1 for tokens, 0 for
+    padding): int64 [rows, longest row]."""
     width = max(map(len, rows))
     ids, mask = (torch.zeros((len(rows), width), dtype=torch.int64) for _ in range(2))
     for number, row in enumerate(rows):
@@ -203,17 +204,17 @@ def padded_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _harness_class(
-    model: TokenModel, texts: TextRecord, prefix_id: int, ends: frozenset[int]
+    model: TokenModel, texts: TextRecord, prefix_id: int, end_ids: frozenset[int]
 ) -> type[Any]:
     """Return a class of lm-eval whose scores and continuations come from `model`. `prefix_id`: the
-    token that lm-eval puts before a text that it scores completely; `ends`: tokens that end an
+    token that lm-eval puts before a text that it scores completely; `end_ids`: tokens that end an
     answer."""
     from lm_eval.models.huggingface import HFLM
 
     beginning = [*texts.beginning_ids]
 
     class HarnessModel(HFLM):  # type: ignore[misc]
-        """lm-eval's model of transformers, with another model behind it."""
+        """lm-eval's model of transformers, whose scores and continuations come from `model`."""
 
         @property
         def device(self) -> torch.device:
@@ -246,13 +247,15 @@ def _harness_class(
             pairs = []
             for _, context, continuation in requests:
                 if context == [prefix_id] and beginning:
-                    # lm-eval adds its beginning to a text that it scores completely (rolling).
+                    # lm-eval puts one prefix token before a text that it scores completely
+                    # (rolling); training texts have all tokens of `beginning`.
                     context, full_text = beginning, texts.begin(continuation)
                     continuation = full_text[len(beginning) :]
-                # A token for each position of the model, and one that is only predicted.
+                # The last token is only predicted, and needs no position of the model.
                 tokens = [*context, *continuation][-(self.max_length + 1) :]
                 pairs.append((tokens[: len(tokens) - len(continuation)], continuation))
-            scores = iter(model.score([pair for pair in pairs if pair[1]]))
+            # The model scores no empty continuations, whose log-probability is 0.
+            scores = iter(model.score([(before, after) for before, after in pairs if after]))
             return [next(scores) if continuation else (0.0, True) for _, continuation in pairs]
 
         def _model_generate(
@@ -261,21 +264,21 @@ def _harness_class(
             mask = options["attention_mask"].bool()
             prompts = [row[row_mask].tolist() for row, row_mask in zip(context, mask, strict=True)]
 
-            def is_finished(_number: int, new: Tokens) -> bool:
-                if new and new[-1] in ends:
+            def is_finished(_number: int, new_tokens: Tokens) -> bool:
+                if new_tokens and new_tokens[-1] in end_ids:
                     return True
-                text = self.tok_decode(new, skip_special_tokens=False)
+                text = self.tok_decode(new_tokens, skip_special_tokens=False)
                 return any(stop_text in text for stop_text in stop)
 
-            greedy = options.get("do_sample") is False
-            temperature = 0.0 if greedy else float(options.get("temperature", 0.0))
-            room = max_length - context.shape[1]
-            new = model.continue_texts(prompts, Drawing(room, temperature), is_finished)
-            width = max(map(len, new), default=0)
-            filled = torch.full((len(new), width), self.eot_token_id)
-            for row, tokens in zip(filled, new, strict=True):
+            is_greedy = options.get("do_sample") is False
+            temperature = 0.0 if is_greedy else float(options.get("temperature", 0.0))
+            drawing = Drawing(max_length - context.shape[1], temperature)
+            continuations = model.continue_texts(prompts, drawing, is_finished)
+            width = max(map(len, continuations), default=0)
+            padded = torch.full((len(continuations), width), self.eot_token_id)
+            for row, tokens in zip(padded, continuations, strict=True):
                 row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-            return torch.cat([context, filled], 1)
+            return torch.cat([context, padded], 1)
 
     return HarnessModel
 

@@ -1,8 +1,8 @@
 """Comparison of a Hugging Face directory with the server that serves it: log-probabilities of the
 same tokens, from the server by OpenAI's completions protocol and from transformers.
 
-Weights that a server never received, another base, a second beginning-of-text token and prompts
-that are tokenized otherwise all change them; the texts of both may still look alike.
+Weights that a server never received, another base, a second beginning-of-text token and another
+tokenization of prompts change log-probabilities, while generated texts may still look alike.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from bigtrain.system.storage.local_path import local_path
 from bigtrain.system.text_record import read_record
 
 _TIMEOUT_SECONDS = 600.0
-_ROUNDINGS = 4.0
+_ALLOWED_ROUNDINGS = 4.0
 """Difference that a server may have, in units of the export's own rounding to bfloat16: its kernels
 add in another order, and its caches may be rounded once more."""
-_LEAST_LIMIT = 0.02
-"""In nats, for exports of which rounding changes almost nothing."""
+_LEAST_LIMIT_NATS = 0.02
+"""Smallest limit, for exports that rounding hardly changes."""
 _REQUESTS: tuple[Mapping[str, Any], ...] = (
     {"echo": True, "return_tokens_as_token_ids": True},
     {"echo": True},
     {"return_tokens_as_token_ids": True},
     {},
 )
-"""Further fields of a request, the first that a server accepts: log-probabilities of the prompt,
-too (vLLM, SGLang), and ids instead of texts of tokens (vLLM)."""
+"""Further fields of a request; the first set that a server accepts is used. ``echo``: the answer
+contains the prompt and its log-probabilities (vLLM, SGLang). ``return_tokens_as_token_ids``: ids
+instead of texts of tokens (vLLM)."""
 
 
 @dataclass(frozen=True)
 class ComparedToken:
-    """Token with its log-probabilities, in nats. position: in prompt and continuation."""
+    """Token with its log-probabilities by the server (`served`) and by the export (`exported`), in
+    nats. position: in the prompt followed by the continuation."""
 
     position: int
     text: str
@@ -59,8 +61,8 @@ class ComparedToken:
 @dataclass(frozen=True)
 class ServerComparison:
     """Comparison of a server with an export. num_prompt: compared tokens of the prompt. rounding:
-    largest change of the log-probabilities if the export is computed in bfloat16; limit: largest
-    difference of a server of the same model."""
+    largest change of a log-probability when the export computes in bfloat16. limit: largest
+    difference that a server of the same model may have. Both in nats."""
 
     served_model: str
     tokens: tuple[ComparedToken, ...]
@@ -98,9 +100,9 @@ class ServerComparison:
 
 
 @dataclass(frozen=True)
-class _Served:
-    """Tokens of a server's answer. ids: of prompt and continuation; logps: of the tokens, None
-    where the server has none. num_prompt: tokens of the prompt."""
+class _ServedTokens:
+    """Prompt and continuation of a server's answer. ids: of all tokens. logps: log-probabilities of
+    all tokens, None where the server gives none. num_prompt: number of tokens of the prompt."""
 
     ids: list[int]
     logps: list[float | None]
@@ -110,11 +112,13 @@ class _Served:
 def compare_with_server(
     model: str, url: str, prompt: str, *, max_new_tokens: int, served_model: str | None = None
 ) -> ServerComparison:
-    """Compare the Hugging Face directory (or hub name) `model` with the server at `url`, an
-    OpenAI-compatible one: its most probable continuation of `prompt`, and the prompt where it
-    returns its log-probabilities. served_model: its name there, needed if the server has several.
+    """Compare the Hugging Face directory (or hub name) `model` with the OpenAI-compatible server at
+    `url`: the log-probabilities of the server's most probable continuation of `prompt`, and of the
+    prompt if the server returns these. served_model: the model's name on the server, needed if the
+    server has several models.
 
-    Raises ModelError if either cannot be read, or if the server reads other tokens.
+    Raises ModelError if the model or the server cannot be read, or if the server reads other tokens
+    than the export.
     """
     if not url.startswith(("http://", "https://")):
         raise ModelError(
@@ -131,7 +135,7 @@ def compare_with_server(
 
     # The export's log-probabilities of the same tokens, in float32 and rounded.
     network = load_network(model).to("cuda" if torch.cuda.is_available() else "cpu")
-    if getattr(network, "is_quantized", False):  # it computes in that dtype only
+    if getattr(network, "is_quantized", False):  # it computes in its own dtype only
         exact = rounded = _log_probabilities(network, served.ids)
     else:
         exact = _log_probabilities(network.float(), served.ids)
@@ -146,7 +150,7 @@ def compare_with_server(
         raise ModelError(f"{url}: returned no log-probabilities -> a server with logprobs")
     rounding = max(abs(exact[token.position - 1] - rounded[token.position - 1]) for token in tokens)
     num_prompt = sum(token.position < served.num_prompt for token in tokens)
-    limit = max(_ROUNDINGS * rounding, _LEAST_LIMIT)
+    limit = max(_ALLOWED_ROUNDINGS * rounding, _LEAST_LIMIT_NATS)
     return ServerComparison(f"{base_url} ({name})", tokens, num_prompt, rounding, limit)
 
 
@@ -160,7 +164,7 @@ def _log_probabilities(network: Any, ids: Sequence[int]) -> list[float]:
 
 
 def _only_model(base_url: str) -> str:
-    """Return the name of the model that a server has. Raises ModelError if it has several."""
+    """Return the name of a server's only model. Raises ModelError if the server has several."""
     listed = _request(f"{base_url}/v1/models")
     try:
         names = [str(entry["id"]) for entry in listed["data"]]
@@ -177,7 +181,7 @@ def _only_model(base_url: str) -> str:
 
 def _completion(
     base_url: str, name: str, ids: list[int], max_new_tokens: int, tokenizer: Any
-) -> _Served:
+) -> _ServedTokens:
     """Return the server's most probable continuation of `ids`, with log-probabilities. Raises
     ModelError if the server reads other tokens than `ids`, or gives no log-probabilities."""
     request = {
@@ -187,11 +191,12 @@ def _completion(
         "temperature": 0,
         "logprobs": 1,
     }
+    # Send the request with the first further fields that the server accepts.
     answer: Any = None
     refusals: list[str] = []
-    for further in _REQUESTS:
+    for further_fields in _REQUESTS:
         try:
-            answer = _request(f"{base_url}/v1/completions", {**request, **further})
+            answer = _request(f"{base_url}/v1/completions", {**request, **further_fields})
             break
         except _RefusedError as error:
             refusals.append(str(error))
@@ -203,39 +208,39 @@ def _completion(
         logps: list[float | None]
         if "content" in logprobs:  # one list of objects, as in OpenAI's chats (llama.cpp)
             entries = logprobs["content"]
-            names = [entry.get("id", entry["token"]) for entry in entries]
+            tokens = [entry.get("id", entry["token"]) for entry in entries]
             logps = [float(entry["logprob"]) for entry in entries]
         else:  # two lists, as in OpenAI's completions
-            names, logps = list(logprobs["tokens"]), list(logprobs["token_logprobs"])
+            tokens, logps = list(logprobs["tokens"]), list(logprobs["token_logprobs"])
     except (TypeError, KeyError, IndexError) as error:
         rule = "its completions have no log-probabilities of tokens (logprobs)"
         raise ModelError(f"--compare-with {base_url}: {rule}") from error
-    new_ids = [_id_of(token, tokenizer) for token in names]
+    answer_ids = [_id_of(token, tokenizer) for token in tokens]
 
-    # With `echo` the answer begins with the prompt, as the server reads it.
-    echoes = further.get("echo", False) and len(new_ids) > max_new_tokens
-    if echoes and new_ids[: len(ids)] != ids:
+    # With `echo` the answer begins with the prompt, as the server reads it; a server may ignore it.
+    has_prompt = further_fields.get("echo", False) and len(answer_ids) > max_new_tokens
+    if has_prompt and answer_ids[: len(ids)] != ids:
         raise ModelError(
             f"--compare-with {base_url}: it reads other tokens than the export: it begins with "
-            f"{new_ids[:6]}, and the prompt with {ids[:6]} -> a server that takes the tokens of a "
-            "prompt as they are (a second beginning-of-text token?)"
+            f"{answer_ids[:6]}, and the prompt with {ids[:6]} -> a server that takes the tokens of "
+            "a prompt as they are (a second beginning-of-text token?)"
         )
     usage = answer.get("usage") or {}
     num_read = usage.get("prompt_tokens", len(ids))
-    if not echoes and num_read != len(ids):
+    if not has_prompt and num_read != len(ids):
         raise ModelError(
             f"--compare-with {base_url}: it reads {num_read} tokens, and the prompt has {len(ids)} "
             "-> a server that takes the tokens of a prompt as they are (a second "
             "beginning-of-text token?)"
         )
-    if echoes:
-        return _Served(new_ids, logps, len(ids))
-    return _Served([*ids, *new_ids], [*(None for _ in ids), *logps], len(ids))
+    if has_prompt:
+        return _ServedTokens(answer_ids, logps, len(ids))
+    return _ServedTokens([*ids, *answer_ids], [*(None for _ in ids), *logps], len(ids))
 
 
 def _id_of(token: Any, tokenizer: Any) -> int:
-    """Return the id of a token that a server names by id, as "token_id:ID", or by its text. Raises
-    ModelError for a text that no token has, or several have."""
+    """Return the id of a token that a server names by id, as "token_id:ID", or by text. Raises
+    ModelError for a text that is no single token."""
     if isinstance(token, int):
         return token
     if match := re.fullmatch(r"token_id:(\d+)", token):
@@ -254,8 +259,9 @@ class _RefusedError(Exception):
 
 
 def _request(address: str, body: Mapping[str, Any] | None = None) -> Any:
-    """Return the JSON of an answer; OPENAI_API_KEY authenticates, where it is set. Raises
-    _RefusedError for status 400 to 499, ModelError if the server cannot be reached, or fails."""
+    """Return the JSON answer of a POST of `body`, or without `body` of a GET; OPENAI_API_KEY, if
+    set, authenticates. Raises _RefusedError for a POST with status 400 to 499; ModelError for other
+    failures, and if the server cannot be reached."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):

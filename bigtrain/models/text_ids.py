@@ -1,9 +1,9 @@
 """Ids that begin and end texts, in a model's configuration and in its generation settings.
 
-Texts of the shards begin and end with tokens that their manifest records. A new model gets these
-ids, whatever transformers' class has as defaults. A pretrained model keeps its own ids in the
-vocabulary, and generation from it also stops where texts of the shards end. Ids that the run sets
-are used, or refused if they contradict the shards.
+The shards' manifest records the tokens with which texts begin and end. A new model gets these ids
+instead of the defaults of transformers' class. A pretrained model keeps its ids within the
+vocabulary, and generation also stops where texts of the shards end. Ids that the run sets are used,
+or refused if they contradict the shards.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ BEGIN, END, PADDING = TEXT_IDS
 @dataclass(frozen=True)
 class ShardTextIds:
     """Beginning and end of texts in a run's shards. source: name of the shards in messages.
-    vocab_size: of the shards' tokenizer. are_written: whether the ids in `record` begin and end the
-    texts; rows that a user tokenized may end with other tokens. beginning_token: id of the
-    tokenizer's beginning-of-text token, or None."""
+    vocab_size: of the shards' tokenizer. are_written: returns whether the ids in `record` begin and
+    end the texts; rows that a user tokenized may end with other tokens. beginning_token: returns
+    the id of the tokenizer's beginning-of-text token, or None."""
 
     record: TextRecord
     source: str
@@ -55,8 +55,8 @@ class ShardTextIds:
 
 @dataclass(frozen=True)
 class ModelTextIds:
-    """Configuration with the ids of the shards' texts, and the record of the ids; notes on changed
-    ids that the run does not set, and problems of ids that the run sets."""
+    """Configuration with the ids of the shards' texts, and the record of the ids. notes: on changed
+    ids that the run does not set. problems: with ids that the run sets."""
 
     hf_config: PreTrainedConfig
     record: TextRecord
@@ -86,7 +86,7 @@ def model_text_ids(
         return ModelTextIds(hf_config, shards.record, (), tuple(problems))
     text, record = text_config(hf_config), shards.record
     model_ids = {name: listed_ids(getattr(text, name, None)) for name in TEXT_IDS}
-    # Null leaves an id open, as does a key that the run does not have.
+    # An id that the run sets to null is chosen like an id that the run does not set.
     kept_ids = {entry.name: entry.ids for entry in run_ids if entry.ids}
     if section.path is not None and same_tokenizer:
         settings = generation_settings(section)
@@ -95,7 +95,7 @@ def model_text_ids(
     text_ids = {
         BEGIN: kept_ids.get(BEGIN) or [*record.beginning_ids[:1]],
         END: [*dict.fromkeys((*kept_ids.get(END, ()), *record.stop_ids))],
-        # Padding changes what the embedding learns: a default stays where the embedding has it.
+        # The padding id changes how the embedding is trained: a default id in the vocabulary stays.
         PADDING: kept_ids.get(PADDING) or [n for n in model_ids[PADDING] if n < num_rows],
     }
     # Set the ids in the language model's part, and at the top level if it has the key.
@@ -104,11 +104,12 @@ def model_text_ids(
     for name, ids in text_ids.items():
         if [*dict.fromkeys(model_ids[name])] == ids:
             continue
-        before, value = getattr(text, name, None), _set_id(text, name, ids, text_ids[END])
+        value_before = getattr(text, name, None)
+        value = _set_id(text, name, ids, text_ids[END])
         if changed is not text and hasattr(changed, name):
             _set_id(changed, name, ids, text_ids[END])
-        if value != before:
-            changes.append(f"{name} = {json.dumps(value)} instead of {json.dumps(before)}")
+        if value != value_before:
+            changes.append(f"{name} = {json.dumps(value)} instead of {json.dumps(value_before)}")
     note = f"model: {', '.join(changes)}: the ids with which texts of {shards.source} begin and end"
     notes = [note] if changes else []
     if BEGIN not in (entry.name for entry in run_ids if entry.ids):
@@ -118,8 +119,8 @@ def model_text_ids(
 
 
 def _beginning_note(model_ids: Sequence[int], shards: ShardTextIds) -> list[str]:
-    """Return a note if the texts of `shards` begin with another token than `model_ids`, which a
-    base has for the beginning of texts."""
+    """Return a note if the texts of `shards` begin with another token than `model_ids`, the
+    beginning-of-text ids of a base."""
     begins = shards.record.beginning_ids
     if not begins or not model_ids or model_ids[0] in begins or not shards.are_written():
         return []
@@ -157,24 +158,26 @@ def _contradictions(
                 yield Problem(entry.key, entry.value, rule, remedy)
 
 
-def _setting_of(ids: Sequence[int]) -> list[int] | int | None:
-    """Return `ids` as a configuration lists them: one without a list, null for none."""
+def _as_setting(ids: Sequence[int]) -> list[int] | int | None:
+    """Return `ids` in the form of a configuration: a list, a single id as a number, null for no
+    ids."""
     if len(ids) > 1:
         return [*ids]
     return ids[0] if ids else None
 
 
 def _set_id(config: Any, name: str, ids: Sequence[int], ends: Sequence[int]) -> Any:
-    """Set `config.name` to `ids`, or to the first id that the class accepts there: some accept no
-    list, or not null. Returns the value."""
-    before = getattr(config, name, None)
-    for value in (_setting_of(ids), (*ids, *ends)[0]):
+    """Set attribute `name` of `config` to `ids`, or if the class refuses a list or null, to the
+    first of `ids` and `ends`. Returns the value that was set, or the old value if the class refuses
+    both."""
+    value_before = getattr(config, name, None)
+    for value in (_as_setting(ids), (*ids, *ends)[0]):
         try:
             setattr(config, name, value)
             return value
         except Exception:  # huggingface_hub's validators raise classes that it does not export
-            setattr(config, name, before)
-    return before
+            setattr(config, name, value_before)
+    return value_before
 
 
 _ANSWER = "\U0010fffb"
@@ -183,13 +186,14 @@ _REPLY = {"role": "assistant", "content": _ANSWER}
 
 
 def end_of_turn_ids(tokenizer: Any) -> list[int]:
-    """Return ids of the first special token that the tokenizer's chat template writes after an
-    answer, or by which it begins the next message where nothing ends an answer; empty without a
-    template, or if it writes none."""
+    """Return the id, as a list, of the first special token that the tokenizer's chat template
+    writes after an answer; if nothing ends an answer, the token that begins the next message. Empty
+    without a template, or if the template writes no special token."""
     if not tokenizer.chat_template:
         return []
-    added = tokenizer.added_tokens_decoder.items()
-    special = {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
+    added_tokens = tokenizer.added_tokens_decoder.items()
+    added_special_ids = {token_id for token_id, token in added_tokens if token.special}
+    special_ids = added_special_ids.union(tokenizer.all_special_ids)
     for messages in ([_QUESTION, _REPLY], [_QUESTION, _REPLY, _QUESTION]):
         try:
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -197,10 +201,10 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
             continue  # the template refuses these messages
         ending = text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
         for token_id in tokenizer(ending, add_special_tokens=False).input_ids:
-            if token_id in special:
+            if token_id in special_ids:
                 return [int(token_id)]
         if ending.strip():
-            break  # text that is not a token ends an answer
+            break  # text without a special token ends an answer
     return []
 
 
@@ -216,32 +220,33 @@ def stop_ids(record: TextRecord | None, tokenizer: Any, setting: object = None) 
 
 
 def write_stop_ids(directory: Path, hf_config: PreTrainedConfig) -> list[str]:
-    """Write where generation stops into the generation settings of a Hugging Face `directory` with
-    a model of `hf_config`, or with adapters for one, unless its configuration lists the same ids.
-    Other settings stay, except ids outside the vocabulary. Returns a note on each change."""
+    """Write the ids at which generation stops into the generation settings of a Hugging Face
+    `directory` with a model of `hf_config`, or with adapters for one, unless its configuration
+    lists the same ids. Other settings stay, except ids outside the vocabulary. Returns a note on
+    each change."""
     path, num_rows = directory / GENERATION_CONFIG, vocabulary_size(hf_config)
     is_new, has_model = not path.is_file(), (directory / CONFIG_NAME).is_file()
-    # Readers of the file take no id from config.json.
+    # A new file gets all ids of the configuration: its readers take no id from config.json.
     text = text_config(hf_config)
     configured = {name: getattr(text, name, None) for name in TEXT_IDS}
     before = configured if is_new else json.loads(path.read_text(encoding="utf-8"))
     settings = {name: value for name, value in before.items() if value is not None}
     for name in (BEGIN, PADDING):
-        if not all(0 <= number < num_rows for number in listed_ids(settings.get(name))):
+        if not all(0 <= token_id < num_rows for token_id in listed_ids(settings.get(name))):
             del settings[name]
     # A record has all ends; other ids are of a base whose tokenizer the run did not use.
     record = read_record(directory)
-    listed = [n for n in listed_ids(settings.get(END, configured[END])) if 0 <= n < num_rows]
+    end_ids = [n for n in listed_ids(settings.get(END, configured[END])) if 0 <= n < num_rows]
     if record is not None:
-        listed = [number for number in listed if number in record.stop_ids]
+        end_ids = [end_id for end_id in end_ids if end_id in record.stop_ids]
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    stops = stop_ids(record, tokenizer, listed)
-    if stops != listed_ids(before.get(END)):
-        settings[END] = _setting_of(stops)
+    all_end_ids = stop_ids(record, tokenizer, end_ids)
+    if all_end_ids != listed_ids(before.get(END)):
+        settings[END] = _as_setting(all_end_ids)
     changed = [n for n in sorted({*before, *settings}) if settings.get(n) != before.get(n)]
     if changed or not has_model:
-        text_of_file = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-        path.write_text(text_of_file, encoding="utf-8")
+        file_text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+        path.write_text(file_text, encoding="utf-8")
     return [
         f"{GENERATION_CONFIG}: {name} = {json.dumps(settings.get(name))} instead of "
         f"{json.dumps(before.get(name))}, for generation that stops where training texts end"

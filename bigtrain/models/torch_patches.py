@@ -23,8 +23,8 @@ ATEN_TO_COPY = torch.ops.aten._to_copy
 
 
 OperatorMode = TorchDispatchMode
-"""Sees every operator below autograd (torch/utils/_python_dispatch.py), as the profiler's tools do:
-its base class, which has no public name."""
+"""Base class of modes that see every operator below autograd, as the profiler's tools do
+(torch/utils/_python_dispatch.py; the class has no public name)."""
 
 
 # --- instance attributes take precedence over the class's and over submodules ---
@@ -33,33 +33,33 @@ its base class, which has no public name."""
 def shadow(owner: object, name: str, value: Any) -> None:
     """Set attribute `name` of `owner` to `value` without registering it as a submodule.
 
-    For methods that are called through the object: `nn.Module._call_impl` calls ``self.forward``
-    inside of the module's hooks (nn/modules/module.py), wrappers of optimizers ``optimizer.step``
-    (optim/optimizer.py). And for parameters and submodules: `nn.Module.__getattr__` looks for those
-    only where the object's own dict has nothing.
+    Shadows methods that are called through the object: `nn.Module._call_impl` calls
+    ``self.forward`` inside of the module's hooks (nn/modules/module.py), and wrappers of optimizers
+    call ``optimizer.step`` (optim/optimizer.py). Also shadows parameters and submodules: Python
+    calls `nn.Module.__getattr__`, which finds them, only for names not in the object's dict.
     """
     vars(owner)[name] = value
 
 
 def unshadow(owner: object, name: str) -> None:
-    """Undo `shadow`; does nothing if there was none."""
+    """Undo `shadow`; does nothing for a `name` that is not shadowed."""
     vars(owner).pop(name, None)
 
 
 @contextmanager
 def shadowed(owner: object, values: Mapping[str, Any]) -> Iterator[None]:
-    """Shadow attributes of `owner` by `values`; restore them on exit."""
-    names = vars(owner)
-    before = {name: names[name] for name in values if name in names}
-    names.update(values)
+    """Shadow attributes of `owner` by `values`; restore the attributes on exit."""
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
         for name in values:
             if name in before:
-                names[name] = before[name]
+                attributes[name] = before[name]
             else:
-                del names[name]
+                del attributes[name]
 
 
 # --- passes ---
@@ -69,8 +69,8 @@ def is_in_backward() -> bool:
     """Return whether this runs inside a backward pass, as the recomputation of a checkpointed layer
     does.
 
-    The autograd engine's id of the current backward pass, otherwise -1 (torch/csrc/autograd/
-    engine.h, `get_current_graph_task_id`; torch.utils.checkpoint uses it too).
+    The autograd engine has an id for the current backward pass, and -1 outside (torch/csrc/
+    autograd/engine.h, `get_current_graph_task_id`; torch.utils.checkpoint reads the id too).
     """
     return torch._C._current_graph_task_id() != -1
 
@@ -84,8 +84,8 @@ def wrapper_tensor(
     """Return a tensor of the subclass `tensor_class` on the CPU, without storage, whose operations
     the class defines.
 
-    `Tensor._make_wrapper_subclass` (torch/_tensor.py, torch/csrc/autograd/python_variable.cpp) is
-    makes torch's subclasses; it has no public name.
+    `Tensor._make_wrapper_subclass` (torch/_tensor.py, torch/csrc/autograd/python_variable.cpp)
+    makes the tensors of torch's subclasses; the method has no public name.
     """
     tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         tensor_class, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
@@ -106,24 +106,25 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return an id of the storage of `tensor`, unique while it is alive, also on the meta device.
-    `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory."""
+    """Return an id of the storage of `tensor`, unique while the storage exists, also on the meta
+    device. `_cdata` of torch/storage.py; `data_ptr` is 0 for every tensor without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def own_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
     """Return the parameter that `module` holds as `name`, whatever its attribute `name` returns.
-    `Module._parameters` (nn/modules/module.py). A lookup there, unlike `named_parameters`, lets
-    ZeRO-3 gather a parameter that another module reads (DeepSpeed's `ZeROOrderedDict`)."""
+    Reads `Module._parameters` (nn/modules/module.py), a lookup by which, unlike by
+    `named_parameters`, ZeRO-3 gathers a parameter that another module reads (DeepSpeed's
+    `ZeROOrderedDict`)."""
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
 
 
 def has_buffers_alone(module: nn.Module) -> bool:
-    """Return whether `module` itself registered buffers and no parameters, also with the value
-    None. `Module._buffers` and `_parameters` (nn/modules/module.py); `named_buffers` and
-    `named_parameters` skip None."""
+    """Return whether `module` itself registered buffers but no parameters; a registered None counts
+    as well. Reads `Module._buffers` and `_parameters` (nn/modules/module.py), since `named_buffers`
+    and `named_parameters` skip None."""
     return bool(module._buffers and not module._parameters)
 
 
@@ -131,9 +132,9 @@ def has_buffers_alone(module: nn.Module) -> bool:
 
 
 def divide_graphs_in_callees() -> None:
-    """Let a function that a graph cannot contain divide the graph of the outermost caller in two,
-    instead of a graph for each caller on the way there. Process-wide; torch/_dynamo/config.py,
-    `nested_graph_breaks`, which is off by default and has no public name."""
+    """Let a function that a graph cannot contain divide only the graph of the outermost caller in
+    two; by default, every caller in between gets a separate graph. Process-wide;
+    torch/_dynamo/config.py, `nested_graph_breaks`, which has no public name."""
     torch._dynamo.config.nested_graph_breaks = True
 
 
@@ -143,9 +144,10 @@ def allow_any_length(tensor: torch.Tensor) -> None:
 
 
 def keep_graphs(num_graphs: int) -> None:
-    """Let a function have up to `num_graphs` graphs. With more, torch runs it uncompiled, and only
-    warns: by default after 8 (torch/_dynamo/config.py, `recompile_limit`), which kinds of layers,
-    training, evaluation and the lengths of a run's phases can need together. Process-wide."""
+    """Let a function have up to `num_graphs` graphs; with more, torch only warns, and runs the
+    function uncompiled. The default of 8 (torch/_dynamo/config.py, `recompile_limit`) can be too
+    few for kinds of layers, training, evaluation and the lengths of a run's phases. Process-wide.
+    """
     torch._dynamo.config.recompile_limit = num_graphs
 
 
@@ -165,9 +167,9 @@ def compiler_error(error: BaseException) -> str:
 def observed_waits(observe: Callable[[float], None]) -> Iterator[None]:
     """Call `observe` with the seconds of every wait of this thread for a collective.
 
-    Functions of torch.distributed wait by `Work.wait` (torch/distributed/distributed_c10d.py)
-    unless they return the work, and then the caller does. For collectives on a device, such as
-    NCCL's, `wait` blocks the stream and not the host.
+    Functions of torch.distributed call `Work.wait` (torch/distributed/distributed_c10d.py), or
+    return the work, for which the caller calls `wait`. For collectives on a device, such as NCCL's,
+    `wait` blocks the stream and not the host.
     """
     work_class: Any = dist.Work
     original_wait, thread = work_class.wait, threading.get_ident()
@@ -217,13 +219,14 @@ def observed_device_waits(
     """
     stream, thread, is_observing = computing(), threading.get_ident(), False
 
-    def counts() -> bool:
-        return not is_observing and (threading.get_ident() == thread or is_in_backward())
+    def is_observed_thread() -> bool:
+        return threading.get_ident() == thread or is_in_backward()
 
     def observed(method: Any, applies: Callable[[Any], bool]) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal is_observing
-            if not (counts() and applies(self)):
+            # Inside a call that is being observed, further calls are part of the same wait.
+            if is_observing or not is_observed_thread() or not applies(self):
                 return method(self, *args, **kwargs)
             is_observing = True
             try:
@@ -237,6 +240,7 @@ def observed_device_waits(
     def on_compute_stream(_: Any) -> bool:
         return computing() == stream
 
+    # Class, method name, and whether a call with this `self` counts.
     methods: list[tuple[Any, str, Callable[[Any], bool]]] = [
         *(
             (dist.ProcessGroup, name, on_compute_stream)
@@ -248,8 +252,8 @@ def observed_device_waits(
         (torch.cuda.Stream, "wait_event", lambda waiting: waiting == stream),
         (torch.cuda.Stream, "synchronize", lambda synchronized: synchronized != stream),
     ]
-    # Read from the dict of the class: a C++ method read as an attribute and set again is no longer
-    # bound. An inherited method is deleted on exit.
+    # The originals are read from the dict of the class: a C++ method that is read as an attribute
+    # and set again would no longer be bound. An inherited method (None) is deleted on exit.
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in methods]
     for owner, name, applies in methods:
         setattr(owner, name, observed(getattr(owner, name), applies))
@@ -265,14 +269,14 @@ def observed_device_waits(
 
 def default_store() -> dist.Store:
     """Return the store that the default process group was opened with.
-    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. It has no public way, since
-    the code that opens the group passes the store; here that is `deepspeed.init_distributed`."""
+    torch/distributed/distributed_c10d.py:1433, `_get_default_store`. There is no public function,
+    since the code that opens the group (here `deepspeed.init_distributed`) passes the store."""
     return dist.distributed_c10d._get_default_store()
 
 
 def named_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of this `group_name`, by which operators of a graph name it.
-    torch/distributed/distributed_c10d.py, `_resolve_process_group`, as torch's functional
+    """Return the process group whose `group_name` is `name`, by which operators in a graph refer to
+    a group. torch/distributed/distributed_c10d.py, `_resolve_process_group`, as torch's functional
     collectives do (torch/distributed/_functional_collectives.py)."""
     return dist.distributed_c10d._resolve_process_group(dist.GroupName(name))
 
@@ -282,8 +286,8 @@ def gloo_group(
 ) -> dist.ProcessGroupGloo:
     """Return a gloo group whose members are in different default process groups.
 
-    This rank listens at `address`, whatever GLOO_SOCKET_IFNAME is, which is for the default
-    group. That needs options, which torch/csrc/distributed/c10d/init.cpp binds as `_Options`
+    This rank listens at `address`, and not at the interface GLOO_SOCKET_IFNAME of the default
+    group. The address is an option of `_Options`, which torch/csrc/distributed/c10d/init.cpp binds
     without a public Python name (as in torch/distributed/distributed_c10d.py:2191).
     """
     group_class: Any = dist.ProcessGroupGloo
@@ -309,16 +313,17 @@ def flight_recorder_trace() -> bytes | None:
 def set_allocator(settings: str) -> None:
     """Apply `settings` to the device and pinned-memory allocators, as PYTORCH_ALLOC_CONF does.
 
-    They hold for later allocations. Raises RuntimeError or ValueError for a key that this torch
-    does not know. torch 2.13 has no public name for it: torch/cuda/memory.py,
-    `_set_allocator_settings`, is deprecated in favour of this one.
+    The settings hold for later allocations. Raises RuntimeError or ValueError for a key that this
+    torch does not know. torch 2.13 has no public function; torch/cuda/memory.py,
+    `_set_allocator_settings`, is deprecated in favour of the function that is called here.
     """
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def dump_memory_snapshot(path: str) -> None:
-    """Write what the CUDA allocator holds to `path`, for https://docs.pytorch.org/memory_viz.
-    torch/cuda/memory.py:1129, `_dump_snapshot`; torch's documentation has no other name for it."""
+    """Write the blocks of the CUDA allocator to file `path`, for
+    https://docs.pytorch.org/memory_viz. torch/cuda/memory.py:1129, `_dump_snapshot`, by which name
+    torch's documentation calls the function."""
     torch.cuda.memory._dump_snapshot(path)
 
 
@@ -358,18 +363,19 @@ def flash_attention_gradients(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value (`states`) by the kernels of `flash_attention`.
-    With `out` and `lse` over more keys than these, they are their part of the full gradients."""
+    If `out` and `lse` belong to attention over further keys, the result is the part of the
+    gradients that the keys of `states` contribute."""
     query, key, value = states
     if query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale
         )
     else:
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of no dropout
-        lengths = (None, None, query.shape[2], key.shape[2])
+        unused_seed = torch.zeros((), dtype=torch.int64, device=query.device)  # no dropout
+        lengths = (None, None, query.shape[2], key.shape[2])  # cumulative, then the longest
+        tensors = (grad_out, query, key, value, out, lse)
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(grad_out, query, key, value, out, lse, *lengths, 0.0, is_causal, seed, seed),
-            scale=scale,
+            *(*tensors, *lengths, 0.0, is_causal, unused_seed, unused_seed), scale=scale
         )
     grad_query, grad_key, grad_value = gradients
     return grad_query, grad_key, grad_value

@@ -1,6 +1,6 @@
-"""Every private part of transformers (5.23) and peft (0.21) that models need, each with why.
-`tests/unit/models/test_transformers_patches.py` has a contract test for each. Those that tokenizers
-need are in `bigtrain.data.tokenizers.transformers_patches`."""
+"""Private parts of transformers (5.23) and peft (0.21) that models need, each with the reason.
+`tests/unit/models/test_transformers_patches.py` has a contract test for each. Private parts that
+tokenizers need are in `bigtrain.data.tokenizers.transformers_patches`."""
 
 from __future__ import annotations
 
@@ -71,21 +71,20 @@ def computed_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]
     keeps in float32: parameters that match `dtype_plan` as in `build_glob_alternation`
     (core_model_loading.py), and parameters that a constructor makes in float32 whatever the default
     is, which `from_pretrained` does not change."""
+    if dtype == torch.float32:
+        return []
     patterns = [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if dtype != torch.float32
-        and (
-            parameter.dtype == torch.float32
-            or any(re.search(pattern, name) for pattern in patterns)
-        )
-    ]
+    names = []
+    for name, parameter in model.named_parameters():
+        is_planned = any(re.search(pattern, name) for pattern in patterns)
+        if parameter.dtype == torch.float32 or is_planned:
+            names.append(name)
+    return names
 
 
 def kept_in_float32(model: PreTrainedModel) -> list[str]:
-    """Parts of names of modules that transformers does not quantize, because 16 bits are too few.
-    `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py omits."""
+    """Return parts of names of modules that transformers does not quantize, because 16 bits are too
+    few. `_keep_in_fp32_modules` (modeling_utils.py:1302), which quantizer_bnb_4bit.py skips."""
     return sorted(model._keep_in_fp32_modules or ())
 
 
@@ -138,8 +137,8 @@ def style_of(plan: dict[str, str], name: str, *, is_parameter: bool) -> str | No
 
 
 def modules_of_experts(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose experts may be computed by grouped products. The decorator
-    `use_experts_implementation` leaves `_is_expert_parallel` on them (integrations/moe.py:629)."""
+    """Return the modules whose experts may be computed by grouped products. The decorator
+    `use_experts_implementation` sets `_is_expert_parallel` on them (integrations/moe.py:629)."""
     return (module for module in model.modules() if hasattr(module, "_is_expert_parallel"))
 
 
@@ -163,20 +162,20 @@ def takes_any_width(rows: torch.Tensor, stacks: torch.Tensor, ends: torch.Tensor
 
 
 def functions_called(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the functions out of `names` that the forward method of `module` looks up in the file
-    of its class or in its class, as layers do with the functions of
-    `bigtrain.models.layers.recurrence.functions`, which are CUDA kernels where these are installed
+    """Return the functions out of `names` that the forward method of `module` calls, as functions
+    of the file of its class or as methods. So layers call the functions of
+    `bigtrain.models.layers.recurrence.functions`, which may be CUDA kernels
     (integrations/hub_kernels.py:990, `use_kernel_func_from_hub_with_fallback`). Empty for layers
-    that are recomputed as a whole, whose forward method is wrapped (modeling_layers.py:85)."""
+    that are recomputed as a unit, whose forward method is wrapped (modeling_layers.py:85)."""
     forward: Any = inspect.unwrap(type(module).forward)
     if isinstance(module, GradientCheckpointingLayer) or not hasattr(forward, "__code__"):
         return set()
-    names_called = set(forward.__code__.co_names).intersection(names)
-    namespaces = (
-        forward.__globals__,
-        {name: getattr(type(module), name, None) for name in names_called},
-    )
-    return {name for name in names_called if any(callable(n.get(name)) for n in namespaces)}
+    referenced_names = set(forward.__code__.co_names).intersection(names)
+    return {
+        name
+        for name in referenced_names
+        if callable(forward.__globals__.get(name)) or callable(getattr(type(module), name, None))
+    }
 
 
 def uses_kernel(function: Callable[..., Any]) -> bool:
@@ -190,10 +189,10 @@ def uses_kernel(function: Callable[..., Any]) -> bool:
 
 
 def with_functions(module: nn.Module, replaced: Mapping[str, Callable[[Any], Any]]) -> Any:
-    """Return the forward method of `module` with other functions of its file: each of `replaced` is
-    given the file's function, and methods are left out. Without the decorators of the class's
-    method: accelerate's hooks (integrations/accelerate.py:987, `force_accelerate_hooks`), which
-    bigtrain does not use."""
+    """Return the forward method of `module` with other functions of its file. replaced: by name,
+    returns the new function for the function of the file; names of methods are skipped. The result
+    lacks the decorators of the class's method: accelerate's hooks (integrations/accelerate.py:987,
+    `force_accelerate_hooks`), which bigtrain does not use."""
     forward: Any = inspect.unwrap(type(module).forward)
     functions = {
         name: replace(forward.__globals__[name])
@@ -204,6 +203,7 @@ def with_functions(module: nn.Module, replaced: Mapping[str, Callable[[Any], Any
 
 
 def _with_globals(function: Any, **names: Any) -> Any:
+    """Return a copy of `function` with other globals."""
     # When dynamo resumes a copy after a graph, it looks names up in the module `__name__`, not in
     # the copy's globals (torch/_dynamo/symbolic_convert.py, `get_globals_source_and_value`).
     copied_globals = {**function.__globals__, **names}
@@ -230,9 +230,9 @@ def attention_name(model: PreTrainedModel) -> str:
 
 
 def follow_implementations(follower: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Let `follower`, whose configuration is a copy of that of `model`, compute attention and
-    experts as `model` does now. Every layer reads these names (configuration_utils.py:595, :617);
-    the public setters look for kernels at every call."""
+    """Let `follower`, whose configuration is a copy of the configuration of `model`, compute
+    attention and experts as `model` does now. Every layer reads the names of the implementations
+    (configuration_utils.py:595, :617); the public setters look for kernels at every call."""
     for name in ("_attn_implementation", "_experts_implementation"):
         implementation = getattr(model.config.get_text_config(), name, None)
         if getattr(follower.config, name, None) != implementation:
@@ -342,9 +342,9 @@ def refused_by_peft(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
 def taken_for_experts(model: PreTrainedModel, ends: Iterable[str]) -> set[str]:
     """Return the last parts of module names in `ends` that peft treats as layers of experts.
 
-    Where transformers 5 has stacked an architecture's experts, peft 0.21 reads the names that their
-    linear layers had (``gate_proj`` of DeepSeek-V3) in a configuration's targets as those stacks,
-    and leaves all other layers of that name without an adapter
+    transformers 5 has stacked the experts of some architectures. For these, peft 0.21 takes the
+    former names of the experts' linear layers (``gate_proj`` of DeepSeek-V3) in a configuration's
+    targets for the stacks, and leaves all other layers of the name without an adapter
     (utils/transformers_weight_conversion.py, `convert_peft_config_for_transformers`). Imports peft.
     """
     from peft import LoraConfig
@@ -373,13 +373,14 @@ def targets_as_named() -> Iterator[None]:
 
 
 def trace_dora(model: nn.Module, weight_of: Callable[[Any], Any]) -> None:
-    """Let graphs contain the layers of `model` with DoRA, which divide a layer at each adapter and
-    are compiled again for each layer otherwise. Imports peft.
+    """Let graphs contain the layers of `model` with DoRA. Otherwise a graph ends at each adapter,
+    and is compiled again for each layer. Imports peft.
 
-    peft empties a cache at each call, which it fills only for inference and on demand
-    (tuners/lora/dora.py:61): recomputation inside a graph may change nothing outside. And it reads
-    weights by `dequantize_module_weight` (utils/integrations.py:83), whose question for torchao's
-    weights torch cannot trace: in graphs, process-wide, `weight_of` is called instead.
+    peft empties a cache at each call (tuners/lora/dora.py:61), which it fills only for inference on
+    demand: this is skipped, since recomputation in a graph must not change state outside of the
+    graph. And peft reads weights by `dequantize_module_weight` (utils/integrations.py:83), whose
+    check for torchao's weights torch cannot trace: in graphs, process-wide, `weight_of` is called
+    instead.
     """
     from peft.tuners.lora.dora import DoraLinearLayer
 
@@ -391,10 +392,11 @@ def trace_dora(model: nn.Module, weight_of: Callable[[Any], Any]) -> None:
 
 
 def _keep_cache() -> None:
-    """Do nothing, as one function for all layers: a graph is of the functions that it calls."""
+    """Do nothing. A single function for all layers, since a graph depends on the functions that it
+    calls."""
 
 
-@cache  # torch takes no second function
+@cache  # torch accepts a substitute only once
 def _replace_in_graphs(weight_of: Callable[[Any], Any]) -> None:
     from peft.utils import integrations
 

@@ -40,8 +40,8 @@ class Callbacks:
     error of a callback, after which no other is called; the ranks agree on it."""
 
     def __init__(self, context: RunContext, caller_callbacks: Sequence[object] = ()) -> None:
-        """Construct the callbacks of the run on the ranks that they run on. `caller_callbacks`:
-        objects of the calling program, whose classes must agree on all ranks. Collective; raises
+        """Construct the callbacks of the run that run on this rank. `caller_callbacks`: objects of
+        the calling program, whose classes must agree on all ranks. Collective; raises
         ExtensionError on every rank if the classes differ, or if a constructor fails."""
         self._context = context
         self._recorder = Recorder()
@@ -191,13 +191,14 @@ class Callbacks:
         if not self.uses_code:
             return None
         rank_metrics = self._recorder.take()
-        ranks = [rank_metrics] if group is None else gather_on_main(rank_metrics, group)
+        metrics_of_ranks = [rank_metrics] if group is None else gather_on_main(rank_metrics, group)
         try:
-            recorded = joined(ranks)
+            recorded = joined(metrics_of_ranks)
         except ValueError as error:
             self.failure = self.failure or ExtensionError(f"{error} -> use one reduction")
             return None
-        return {**recorded, **self._context.config.objective.kind.derived_metrics(recorded)} or None
+        derived = self._context.config.objective.kind.derived_metrics(recorded)
+        return {**recorded, **derived} or None
 
     def forget(self) -> None:
         """Forget recorded metrics: the run has rolled back."""
@@ -229,11 +230,11 @@ class Callbacks:
         return self._view
 
     def _raise_together(self) -> None:
-        def raise_own() -> None:
+        def raise_failure() -> None:
             if self.failure is not None:
                 raise self.failure
 
-        self._context.long_work.on_every_rank(raise_own)
+        self._context.long_work.on_every_rank(raise_failure)
 
 
 def _refuse_other_callbacks(
@@ -241,26 +242,20 @@ def _refuse_other_callbacks(
 ) -> None:
     """Raise ExtensionError on every rank if the callbacks of the ranks differ: collectives at which
     callbacks are called would wait for ranks without any. Collective."""
-    names = [
-        *types,
-        *(
-            f"{type(callback).__module__}:{type(callback).__qualname__}"
-            for callback in caller_callbacks
-        ),
-    ]
-    names_of_ranks = context.long_work.on_every_rank(lambda: names)
+    caller_classes = [type(callback) for callback in caller_callbacks]
+    names = (*types, *(f"{cls.__module__}:{cls.__qualname__}" for cls in caller_classes))
     ranks_by_names: dict[tuple[str, ...], list[int]] = {}
-    for rank, ranks_names in enumerate(names_of_ranks):
-        ranks_by_names.setdefault(tuple(ranks_names), []).append(rank)
+    for rank, rank_names in enumerate(context.long_work.on_every_rank(lambda: names)):
+        ranks_by_names.setdefault(rank_names, []).append(rank)
     if len(ranks_by_names) == 1:
         return
 
-    # Name the ranks of each list of callbacks.
+    # Name up to four ranks of each list of callbacks.
     texts = []
     for callbacks, ranks in ranks_by_names.items():
-        numbers = ", ".join(map(str, ranks[:4]))
-        numbers += f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-        texts.append(f"rank {numbers}: {', '.join(callbacks) or 'none'}")
+        rank_text = ", ".join(map(str, ranks[:4]))
+        rank_text += f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        texts.append(f"rank {rank_text}: {', '.join(callbacks) or 'none'}")
     raise ExtensionError(
         f"callbacks: differ between the ranks ({'; '.join(texts)}) -> give train_run the same "
         'callbacks on every rank; one that has ranks = "main", the default, is called on the main '

@@ -57,7 +57,8 @@ class RunContext:
         (seed, step) and the rank's coordinates, and a resumed run needs no generator states. Sites
         count as replicas."""
         coordinates = self.topology.coordinates(self.world.rank)
-        coordinates = replace(coordinates, data_rank=self.plan.reader(coordinates.data_rank))
+        reader_rank = self.plan.reader(coordinates.data_rank)  # counted over all sites
+        coordinates = replace(coordinates, data_rank=reader_rank)
         torch.manual_seed(step_seed(self.config.seed, step, coordinates))
 
 
@@ -68,4 +69,4 @@ def step_seed(seed: int, step: int, coordinates: Coordinates) -> int:
     if coordinates.pipeline_rank or coordinates.sequence_rank:
         key += f":{coordinates.pipeline_rank}:{coordinates.sequence_rank}"
     digest = hashlib.sha256(key.encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: not negative for torch

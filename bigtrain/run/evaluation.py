@@ -54,36 +54,39 @@ class Evaluator:
         (`last`, or early stopping). Returns the state with the best evaluation so far, and the
         metrics by name."""
         config, stopping = self._context.config, self._section.early_stopping
+        # Held-out loss and samples.
         held_out: HeldOutResult | None = None
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if last or state.is_multiple_of(self._section.every_steps):
             held_out = measure(self._context, self.held_out)
             if held_out is not None:
-                figures |= held_out.figures()
+                metrics |= held_out.metrics()
                 # Every rank refuses that settings depend on a metric which nothing recorded.
                 metric = self._section.best.metric
                 depends = config.checkpoint.keep_best > 0 or stopping is not None
-                if depends and config.best_held_out is not None and metric not in figures:
+                if depends and config.best_held_out is not None and metric not in metrics:
                     raise ExtensionError(
                         f"evaluation.best.metric = {metric!r}: nothing recorded it in the "
-                        f"evaluation -> one of {', '.join(sorted(figures))}"
+                        f"evaluation -> one of {', '.join(sorted(metrics))}"
                     )
             if self._prompts is not None:
                 self._prompts.log(state.step)
-        tasks: dict[str, float] = {}
+
+        # Tasks: also if the held-out loss now stops the run, whose last evaluation is complete.
+        task_metrics: dict[str, float] = {}
         best_is_of_tasks = self._section.best.is_of_tasks
         if last or self._tasks_are_due(state):
-            tasks = self._run_tasks()
-        evaluated = after_evaluation(config, state, figures | tasks)
-        if self._tasks is not None and not (tasks or last or best_is_of_tasks):
-            if has_stopped(config, evaluated):  # the last evaluation of the run runs all
-                tasks = self._run_tasks()
-        if self._context.log.metrics is not None and (held_out is not None or tasks):
+            task_metrics = self._run_tasks()
+        evaluated = after_evaluation(config, state, metrics | task_metrics)
+        if self._tasks is not None and not (task_metrics or last or best_is_of_tasks):
+            if has_stopped(config, evaluated):
+                task_metrics = self._run_tasks()
+        if self._context.log.metrics is not None and (held_out is not None or task_metrics):
             self._context.log.metrics.log_evaluation(
                 state.step,
                 None if held_out is None else held_out.mean_loss,
                 {} if held_out is None else held_out.sources,
-                tasks,
+                task_metrics,
             )
         if stopping is not None and has_stopped(config, evaluated) and not last:
             best = evaluated.best
@@ -92,14 +95,14 @@ class Evaluator:
                 f"{stopping.min_delta:g} for {best.num_since} evaluations; its best value is "
                 f"{best.value:.6g}, at step {best.step}"
             )
-        return evaluated, figures | tasks
+        return evaluated, metrics | task_metrics
 
     def _run_tasks(self) -> dict[str, float]:
         """Return the finite metrics of lm-eval's tasks, as ``tasks/TASK/METRIC``."""
         if self._tasks is None:
             return {}
         self._context.heartbeat.set_activity("evaluating tasks", slow=True)
-        metrics = self._tasks.figures()
+        metrics = self._tasks.metrics()
         return {f"{TASKS}/{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -110,19 +113,21 @@ class HeldOutResult:
     mean_loss: HeldOutLoss
     sources: dict[str, HeldOutLoss]
 
-    def figures(self) -> dict[str, float]:
-        """Return metrics by the names of ``evaluation.best.metric``, of single sets if several."""
-        metrics = _figures(self.mean_loss, "")
+    def metrics(self) -> dict[str, float]:
+        """Return metrics by the names that ``evaluation.best.metric`` takes: of the mean, and of
+        each set as ``METRIC/SET`` if there are several."""
+        metrics = _named_metrics(self.mean_loss, "")
         if len(self.sources) > 1:
             for name, loss in self.sources.items():
-                metrics |= _figures(loss, f"/{name}")
+                metrics |= _named_metrics(loss, f"/{name}")
         return metrics
 
 
-def _figures(loss: HeldOutLoss, suffix: str) -> dict[str, float]:
+def _named_metrics(loss: HeldOutLoss, suffix: str) -> dict[str, float]:
     metrics = {f"held_out_loss{suffix}": loss.loss}
     metrics |= {f"held_out_{name}{suffix}": value for name, value in loss.metrics.items()}
-    metrics |= {f"held_out_perplexity{suffix}": loss.perplexity} if loss.is_entropy else {}
+    if loss.is_entropy:
+        metrics[f"held_out_perplexity{suffix}"] = loss.perplexity
     if loss.bits_per_byte is not None:
         metrics[f"held_out_bits_per_byte{suffix}"] = loss.bits_per_byte
     return metrics
@@ -130,9 +135,10 @@ def _figures(loss: HeldOutLoss, suffix: str) -> dict[str, float]:
 
 def measure(context: SegmentContext, held_out: Sequence[HeldOutSource]) -> HeldOutResult | None:
     """Return the loss on the held-out samples, which never change, in nats per token, and the
-    metrics that the objective records. Collective. Those of a mixture are the mean over the sources
-    by the training weights; a set of weight 0 does not count. None if there are none, or if the
-    loss is not finite. Raises ExtensionError on every rank if ranks record a name in two ways."""
+    metrics that the objective records; None without samples, or if the loss is not finite. The loss
+    and the metrics of a mixture are the mean over its sources by their training weights, without
+    sources of weight 0. Collective. Raises ExtensionError on every rank if ranks record a name in
+    two ways."""
     if not held_out:
         return None
     engine, objective = context.engine, context.config.objective.kind
@@ -156,24 +162,24 @@ def measure(context: SegmentContext, held_out: Sequence[HeldOutSource]) -> HeldO
             metrics,
         )
     # Mean over sources, by weight w: loss = sum_i w_i loss_i / sum_i w_i.
-    total = sum(source.weight for source in held_out)
-    shares = {source.name: source.weight / total for source in held_out if source.weight}
+    total_weight = sum(source.weight for source in held_out)
+    shares = {source.name: source.weight / total_weight for source in held_out if source.weight}
     loss = sum(sources[name].loss * share for name, share in shares.items())
     if not math.isfinite(loss):
         return None
     bits_and_shares = [(sources[name].bits_per_byte, share) for name, share in shares.items()]
     weighted_bits = [bits * share for bits, share in bits_and_shares if bits is not None]
-    # Metrics that every source has.
-    names = set.intersection(*(set(sources[name].metrics) for name in shares))
+    all_have_bits = len(weighted_bits) == len(shares)
+    common_metrics = set.intersection(*(set(sources[name].metrics) for name in shares))
     mean_loss = HeldOutLoss(
         loss,
         sum(sources[name].num_units for name in shares),
-        sum(weighted_bits) if len(weighted_bits) == len(shares) else None,
+        sum(weighted_bits) if all_have_bits else None,
         engine.computes_entropy,
         objective.unit,
         {
             metric: sum(sources[name].metrics[metric] * share for name, share in shares.items())
-            for metric in sorted(names)
+            for metric in sorted(common_metrics)
         },
     )
     return HeldOutResult(mean_loss, sources)

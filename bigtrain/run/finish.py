@@ -39,16 +39,17 @@ def closing_result(
 
     def read() -> TrainingResult:
         export = context.directory / EXPORT
-        logged, evaluation = last_lines(context.directory / "metrics.jsonl")
-        steps = context.config.train.total_steps
+        is_exported = received is None and export.is_dir()
+        last_step, last_evaluation = last_lines(context.directory / "metrics.jsonl")
+        total_steps = context.config.train.total_steps
         return TrainingResult(
             context.directory,
-            logged.get("step", steps) if step is None else step,
-            steps,
+            last_step.get("step", total_steps) if step is None else step,
+            total_steps,
             None if received is None else received.name,
-            export if received is None and export.is_dir() else None,
-            logged,
-            evaluation,
+            export if is_exported else None,
+            last_step,
+            last_evaluation,
         )
 
     return context.long_work.on_main_rank(read)
@@ -86,13 +87,13 @@ def is_complete(context: RunContext, state: TrainState) -> bool:
         directory = context.directory
         if superfluous(directory, state.step, config.checkpoint, config.evaluation.best):
             return False
-        if checkpoints.garbage(directory):  # of a removal that a kill interrupted
+        if checkpoints.garbage(directory):  # a kill interrupted a removal
             return False
         if not config.output.export:
             return True
         try:
             record = json.loads((directory / EXPORTED).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # a run from before this record existed, or killed
+        except (OSError, ValueError):  # no record yet, a partial one, or a run of an older version
             return False
         is_exported = isinstance(record, dict) and record.get("step") == state.step
         return is_exported and (directory / EXPORT).is_dir()
@@ -144,7 +145,8 @@ def finish(
             )
             record.write_text(json.dumps({"step": state.step, **outer}) + "\n")
             summary.append(f"exported to {output}, reloaded and compared: same logits")
-            if copies is not None:  # or the export replaces a waiting checkpoint
+            # A newer item replaces one that waits: the last checkpoint is copied first.
+            if copies is not None:
                 summary += copies.wait(context.config.output.copy_wait_seconds)
                 copies.add(output)
         if copies is not None:
@@ -159,7 +161,7 @@ def finish(
                 "it"
             )
 
-    # Everything is saved, and the next start exports again: a signal may end this at once.
+    # A signal may end the export at once: everything is saved, and the next launch exports.
     context.signals.exit_after(leave_unexported)
     try:
         summary = context.long_work.on_main_rank(export)

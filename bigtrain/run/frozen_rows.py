@@ -34,7 +34,7 @@ _CACHE = "frozen_rows"
 def check_frozen_rows(
     config: RunConfig, hf_config: Any, datasets: Sequence[TokenDataset], *, grows: bool
 ) -> tuple[list[Problem], list[str]]:
-    """Check an embedding and a head that the run does not train, as under adapters: a token that
+    """Check an embedding and a head that the run does not train, as with adapters: a token that
     `datasets` teach must not have an untrained row there. Returns problems, and notes on the
     padding token, whose row is zeros by design, or is not trained. Checks only a base in a local
     directory, whose embedding and head are read. grows: the run adds rows to its vocabulary.
@@ -58,7 +58,7 @@ def check_frozen_rows(
     for table_name in frozen_tables:
 
         def find(table: LazyTensor = weights.tensors[table_name]) -> dict[str, Any]:
-            # Pairs, since JSON makes texts of the keys of an object.
+            # Pairs of token id and content, since JSON makes texts of the keys of an object.
             return {"rows": list(untrained_rows(table).items())}
 
         key = key_of([search_code, json.dumps([file_stamps, table_name, config.seed])])
@@ -72,20 +72,21 @@ def check_frozen_rows(
     problems, notes = [], []
     for dataset in datasets:
         if isinstance(dataset, SourceDataset | StreamDataset):
-            continue  # samples of the user's own
-        untrained = {
+            continue  # samples of user code, whose tokens are not in shards
+        texts_by_id = {
             token_id: [
                 f"its row of {table_name} is {rows[token_id]}"
                 for table_name, rows in rows_by_table.items()
                 if token_id in rows
             ]
-            for token_id in _learned(dataset, untrained_ids)
+            for token_id in _taught_ids(dataset, untrained_ids)
         }
-        if padding_id in untrained:
-            padding_rows = {padding_id: untrained.pop(padding_id)}
-            notes.append(str(_problem(config, model, dataset, padding_rows)))
-        if untrained:
-            problems.append(_problem(config, model, dataset, untrained))
+        # An untrained row of the padding token is usual: it does not stop the run.
+        if padding_id in texts_by_id:
+            padding_texts = {padding_id: texts_by_id.pop(padding_id)}
+            notes.append(str(_problem(config, model, dataset, padding_texts)))
+        if texts_by_id:
+            problems.append(_problem(config, model, dataset, texts_by_id))
     return problems, notes
 
 
@@ -111,61 +112,61 @@ def _padding_notes(hf_config: Any, datasets: Sequence[TokenDataset]) -> list[str
     ]
 
 
-def _learned(dataset: TokenDataset, ids: list[int]) -> list[int]:
+def _taught_ids(dataset: TokenDataset, ids: list[int]) -> list[int]:
     """Return the tokens among `ids` that the training split of `dataset` teaches: the targets among
     its first tokens, and the tokens that end texts. The result is cached by the shards' checksums,
     which a check of the dataset compares with the files."""
     record, columns = dataset.table.tokenizer, dataset.table.splits["train"]
-    num_scanned = int(np.searchsorted(np.cumsum(columns.rows["tokens"]), _SCANNED_TOKENS)) + 1
+    num_shards = int(np.searchsorted(np.cumsum(columns.rows["tokens"]), _SCANNED_TOKENS)) + 1
 
     def scan() -> dict[str, Any]:
         counts = np.zeros(record.vocab_size, np.int64)
         tokens_to_scan = _SCANNED_TOKENS
-        for shard in dataset.shards("train")[:num_scanned]:
+        for shard in dataset.shards("train")[:num_shards]:
             for low in range(0, min(shard.num_tokens, tokens_to_scan), _BLOCK_TOKENS):
                 high = min(low + _BLOCK_TOKENS, shard.num_tokens)
                 tokens = shard.tokens[low:high]
-                if shard.mask_path is not None:
+                if shard.mask_path is not None:  # a bit for each token: whether it is a target
                     packed = shard.mask_bytes[low // 8 : -(-high // 8)]
                     bits = np.unpackbits(packed, bitorder="little")[: high - low]
                     tokens = tokens[bits.view(np.bool_)]
                 counts += np.bincount(tokens, minlength=record.vocab_size)
             tokens_to_scan -= shard.num_tokens
-        learned = {*np.flatnonzero(counts).tolist(), *(record.answer_end_ids or ())}
-        return {"ids": [number for number in ids if number in learned]}
+        taught = {*np.flatnonzero(counts).tolist(), *(record.answer_end_ids or ())}
+        return {"ids": [token_id for token_id in ids if token_id in taught]}
 
-    ends = [record.vocab_size, record.answer_end_ids, columns.is_masked, ids]
-    shards = columns.rows[:num_scanned].tobytes()
-    result: list[int] = cached(
-        _CACHE, key_of([source_of(__file__), shards, json.dumps(ends)]), scan
-    )["ids"]
-    return result
+    settings = json.dumps([record.vocab_size, record.answer_end_ids, columns.is_masked, ids])
+    shard_rows = columns.rows[:num_shards].tobytes()
+    key = key_of([source_of(__file__), shard_rows, settings])
+    taught_ids: list[int] = cached(_CACHE, key, scan)["ids"]
+    return taught_ids
 
 
-def _tables(model: Any) -> list[Any]:
+def _token_tables(model: Any) -> list[Any]:
     """Return the embedding and, if there is one, the head."""
     modules = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [module for module in modules if module is not None]
 
 
 def _frozen_tables(config: RunConfig, model: Any) -> list[str]:
-    """Return the names of the embedding's and the head's weights, one if tied, where the run does
-    not train them."""
+    """Return the names of the weights of the embedding and the head that the run does not train; a
+    single name if they are tied."""
     if config.adapters is None:
         freeze(model, config.model.frozen)
-        trained = [module for module in _tables(model) if module.weight.requires_grad]
+        trained = [module for module in _token_tables(model) if module.weight.requires_grad]
     else:
-        trained = [model.get_submodule(name) for name in find_saved(model, config.adapters)[0]]
-    names = names_of(model.named_parameters(remove_duplicate=False))
-    frozen = [module.weight for module in _tables(model) if module not in trained]
-    return list(dict.fromkeys(names[id(weight)][0] for weight in frozen))
+        saved_names, _ = find_saved(model, config.adapters)
+        trained = [model.get_submodule(name) for name in saved_names]
+    names_by_id = names_of(model.named_parameters(remove_duplicate=False))
+    frozen = [module.weight for module in _token_tables(model) if module not in trained]
+    return list(dict.fromkeys(names_by_id[id(weight)][0] for weight in frozen))
 
 
 def _problem(
-    config: RunConfig, model: Any, dataset: TokenDataset, untrained: dict[int, list[str]]
+    config: RunConfig, model: Any, dataset: TokenDataset, texts_by_id: dict[int, list[str]]
 ) -> Problem:
-    """Return the problem of `untrained` tokens, by id with the content of the rows."""
-    first = min(untrained)
+    """Return the problem of tokens with untrained rows. texts_by_id: content of a token's rows."""
+    first = min(texts_by_id)
     try:
         from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 
@@ -173,10 +174,11 @@ def _problem(
         name = f"{huggingface.convert_ids_to_tokens(first)} ({first})"
     except DataError:
         name = str(first)
-    other_tokens = f"; so are {len(untrained) - 1} other tokens" if len(untrained) > 1 else ""
+    num_others = len(texts_by_id) - 1
+    other_tokens = f"; so are {num_others} other tokens" if num_others else ""
     rule = (
         f"{dataset.path} teaches token {name}, which {config.model.path} never learned: "
-        f"{' and '.join(untrained[first])}, and the run does not train these rows, so that the "
+        f"{' and '.join(texts_by_id[first])}, and the run does not train these rows, so that the "
         f"model cannot generate it{other_tokens}"
     )
     alternative = (
@@ -187,11 +189,16 @@ def _problem(
             "model.frozen", list(config.model.frozen), rule, f"train them, or {alternative}"
         )
     saved = list(config.adapters.modules_to_save)
-    if len({id(module.weight) for module in _tables(model)}) == 1:  # a copy would part them
+    is_tied = len({id(module.weight) for module in _token_tables(model)}) == 1
+    if is_tied:  # training a copy would untie them
         first_train = "train the full model on it first (model.frozen freezes the rest)"
         return Problem(SAVED_KEY, saved, rule, f"{first_train}, or {alternative}")
-    tables = [name for name, module in model.named_modules() if module in _tables(model)]
-    modules_to_save = list(dict.fromkeys([*saved, *(name.rpartition(".")[2] for name in tables)]))
+    table_names = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if module in _token_tables(model)
+    ]
+    modules_to_save = list(dict.fromkeys([*saved, *table_names]))
     return Problem(
         SAVED_KEY, saved, rule, f"{SAVED_KEY}=[{', '.join(modules_to_save)}], or {alternative}"
     )

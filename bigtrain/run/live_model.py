@@ -39,7 +39,7 @@ class Prompts:
             tokenizer = load_tokenizer(str(inputs.tokenizer_path))
             self._tokenizer = tokenizer
             record = inputs.text_record
-            self._ends = frozenset(stop_ids(record, tokenizer.huggingface))
+            self._end_ids = frozenset(stop_ids(record, tokenizer.huggingface))
             first_position = inputs.model_plan.isolation.numbering.first
             return tokenized_prompts(
                 context.config, inputs.hf_config, tokenizer.huggingface, record, first_position
@@ -50,10 +50,10 @@ class Prompts:
     def log(self, step: int) -> None:
         """Continue all prompts and write them to samples.jsonl. Collective."""
         writer = self._context.log.metrics
-        ends = frozenset() if writer is None else self._ends
+        end_ids = frozenset() if writer is None else self._end_ids
 
         def is_finished(_number: int, new: object) -> bool:
-            return isinstance(new, list) and not ends.isdisjoint(new[-1:])
+            return isinstance(new, list) and bool(new) and new[-1] in end_ids
 
         continuations = self._model.continue_texts(self._ids, self._drawing, is_finished)
         if writer is not None:
@@ -76,36 +76,37 @@ class TaskRunner:
 
         context.long_work.on_main_rank(load)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics by ``TASK/METRIC``; empty, with a line in the log, if lm-eval
         failed."""
         if self._tasks is None:
-            # Compute what the main rank requests, until it is done.
+            # Compute what the main rank requests (`_RequestSender`), until it is done.
             while True:
-                box: list[Any] = [None]
-                dist.broadcast_object_list(box, src=0, device=self._context.device)
-                request, *arguments = box[0]
+                received: list[Any] = [None]
+                dist.broadcast_object_list(received, src=0, device=self._context.device)
+                request, *arguments = received[0]
                 if request == "done":
-                    return dict(arguments[0])
+                    return dict(arguments[0])  # the metrics
                 if request == "score":
                     self._model.score(*arguments)
                 else:
                     prompts, drawing = arguments
+                    # Only the main rank decides which texts are finished.
                     self._model.continue_texts(prompts, drawing, lambda *_: False)
-        lead = _Lead(self._context, self._model)
+        sender = _RequestSender(self._context, self._model)
         try:
-            metrics = self._tasks.figures(lead)
+            metrics = self._tasks.metrics(sender)
         except Exception as error:
-            if lead.is_computing:
-                raise  # the other ranks are in the model, not waiting
+            if sender.is_computing:
+                raise  # the other ranks are in a forward pass, and do not wait for a request
             reason = one_line(error)
             self._context.log.info(f"the tasks of lm-eval failed, training continues: {reason}")
             metrics = {}
-        lead.send("done", metrics)
+        sender.send("done", metrics)
         return metrics
 
 
-class _Lead:
+class _RequestSender:
     """Interface of lm-eval on the main rank, which sends each request to the other ranks first."""
 
     def __init__(self, context: SegmentContext, model: LiveModel) -> None:
@@ -141,8 +142,8 @@ _LOGITS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _ForwardPass:
-    """Forward pass of every data rank, of `size` samples each. rows: indices of the requests of all
-    data ranks; rank_rows: of this data rank."""
+    """Forward pass of `size` samples on every data rank. rows: indices of the requests of all data
+    ranks; rank_rows: indices of the requests of this data rank."""
 
     rows: list[int]
     rank_rows: list[int]
@@ -166,19 +167,19 @@ class LiveModel:
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
-        self._most_rows = engine.plan.micro_batch_size
+        self._max_rows = engine.plan.micro_batch_size
         config: Any = engine.module.config
-        self._row_bytes = 4 * int(config.get_text_config().vocab_size)  # bytes of a token's logits
+        self._token_logits_bytes = 4 * int(config.get_text_config().vocab_size)  # float32
         coordinates = engine.mesh.coordinates
         self._data_rank, self._data_size = coordinates.data_rank, engine.mesh.topology.data_size
-        # One rank per data rank provides the result.
-        self._reports = coordinates.is_first("data")
+        # Of the ranks with equal data, only the first adds its result to the sum over ranks.
+        self._is_counted = coordinates.is_first("data")
 
     def score(self, requests: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         """Return, for each (context, continuation), the log-probability of the continuation in
         nats, and whether every token of the continuation is the most probable one. A context is not
         empty, and both together have at most one token more than the model's positions."""
-        totals = torch.zeros((len(requests), 2), dtype=torch.float64)
+        scores = torch.zeros((len(requests), 2), dtype=torch.float64)  # see `_target_scores`
         lengths = [len(context) + len(continuation) - 1 for context, continuation in requests]
         for part in self._forward_passes(lengths):
             width = max(lengths[row] for row in part.rows)
@@ -189,19 +190,19 @@ class LiveModel:
                 tokens = torch.tensor([*context, *continuation])
                 ids[number, : lengths[row]] = tokens[:-1]
                 labels[number, len(context) - 1 : lengths[row]] = tokens[len(context) :]
-            scores = self._engine.read_logits(ids, partial(_scores, labels=labels))
-            if self._reports:
-                totals[part.rank_rows] = scores[: len(part.rank_rows)]
-        totals = self._summed(totals)
-        return [(float(total), bool(wrong == 0)) for total, wrong in totals.tolist()]
+            pass_scores = self._engine.read_logits(ids, partial(_target_scores, labels=labels))
+            if self._is_counted:
+                scores[part.rank_rows] = pass_scores[: len(part.rank_rows)]
+        summed = self._summed(scores).tolist()
+        return [(float(logp), bool(num_wrong == 0)) for logp, num_wrong in summed]
 
     def continue_texts(
         self, prompts: Sequence[Tokens], drawing: Drawing, is_finished: IsFinished
     ) -> list[list[int]]:
         """Return the new tokens after each prompt. `is_finished`: called on the main rank only."""
         texts = [_Text(prompt, [], drawing.seed + n) for n, prompt in enumerate(prompts)]
-        longest = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
-        for part in self._forward_passes(longest):
+        max_lengths = [len(prompt) + drawing.max_new_tokens for prompt in prompts]
+        for part in self._forward_passes(max_lengths):
             generators = {
                 row: torch.Generator().manual_seed(texts[row].seed) for row in part.rank_rows
             }
@@ -224,11 +225,12 @@ class LiveModel:
                     tokens = [*texts[row].prompt, *texts[row].new]
                     last[number] = len(tokens) - 1
                     ids[number, : len(tokens)] = torch.tensor(tokens)
-                logits = self._engine.read_logits(ids, partial(_rows_at, last=last))
+                logits = self._engine.read_logits(ids, partial(_logits_at, last=last))
 
                 # Sample a token for each text, and share the tokens: all ranks but one have zero.
                 new_tokens = torch.zeros(len(texts), dtype=torch.float64)
-                for number, row in enumerate(part.rank_rows if self._reports else ()):
+                counted_rows = part.rank_rows if self._is_counted else []
+                for number, row in enumerate(counted_rows):
                     if drawing.temperature == 0:
                         new_tokens[row] = int(logits[number].argmax())
                         continue
@@ -242,13 +244,14 @@ class LiveModel:
         return [text.new for text in texts]
 
     def _forward_passes(self, lengths: Sequence[int]) -> Iterator[_ForwardPass]:
-        """Yield all requests, longest first, in micro-batches of every data rank, less if logits
-        are large."""
-        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        while order:
-            fitting = _LOGITS_BYTES // (self._row_bytes * lengths[order[0]])
-            size = max(1, min(self._most_rows, fitting))
-            rows, order = order[: size * self._data_size], order[size * self._data_size :]
+        """Yield all requests, longest first, in micro-batches of every data rank, with fewer
+        samples if their logits exceed `_LOGITS_BYTES`."""
+        remaining = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        while remaining:
+            fitting_rows = _LOGITS_BYTES // (self._token_logits_bytes * lengths[remaining[0]])
+            size = max(1, min(self._max_rows, fitting_rows))
+            num_rows = size * self._data_size
+            rows, remaining = remaining[:num_rows], remaining[num_rows:]
             low = self._data_rank * size
             yield _ForwardPass(rows, rows[low : low + size], size)
 
@@ -259,20 +262,21 @@ class LiveModel:
         return total.cpu()
 
 
-def _scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _target_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of each sample's targets, and how many targets are not the most
     probable token: float64 [samples, 2]."""
     scores = torch.zeros((len(logits), 2), dtype=torch.float64, device=logits.device)
-    for number, (row, targets) in enumerate(zip(logits, labels.to(logits.device), strict=True)):
-        has_target = targets != IGNORED_LABEL
-        row, targets = row[has_target].float(), targets[has_target]
-        picked = row.gather(1, targets[:, None])[:, 0]
-        scores[number, 0] = (picked - row.logsumexp(1)).double().sum()
-        scores[number, 1] = (row.argmax(1) != targets).sum()
+    labels = labels.to(logits.device)
+    for number, (sample_logits, sample_labels) in enumerate(zip(logits, labels, strict=True)):
+        has_target = sample_labels != IGNORED_LABEL
+        rows, targets = sample_logits[has_target].float(), sample_labels[has_target]
+        target_logits = rows.gather(1, targets[:, None])[:, 0]
+        scores[number, 0] = (target_logits - rows.logsumexp(1)).double().sum()
+        scores[number, 1] = (rows.argmax(1) != targets).sum()
     return scores
 
 
-def _rows_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+def _logits_at(logits: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """Return the logits at one position of each sample: float32 [samples, vocabulary]."""
     samples = torch.arange(len(logits), device=logits.device)
     return logits[samples, last.to(logits.device)].float()

@@ -30,15 +30,15 @@ def open_teacher(context: SegmentContext, teacher: TeacherInputs) -> Iterator[Li
     weights = find_weights(
         config.model.path, teacher.hf_config, "objective.teacher_model", seed=config.seed
     )
-    # By name: a copy elsewhere is an equal model.
+    # Compare by file names without directories: a copy elsewhere is an equal model.
     verified = verify_weights(context, weights)
     sums = {Path(path).name: checksum for path, checksum in verified.items()}
     recorded = read_sums(context.directory / TEACHER_MODEL)
-    changed = sorted(name for name, _ in recorded.items() ^ sums.items()) if recorded else []
-    if changed:
+    if recorded and recorded != sums:
+        changed_files = sorted({file for file, _ in recorded.items() ^ sums.items()})
         raise ModelError(
             f"objective.teacher_model = {name!r}: is another model than the one with which the run "
-            f"began: {', '.join(dict.fromkeys(changed))} -> restore its files, or start a new run"
+            f"began: {', '.join(changed_files)} -> restore its files, or start a new run"
         )
     engine = build_engine(
         config,

@@ -129,13 +129,13 @@ class Loop:
                 # Train one step; its update may be skipped.
                 lr = learning_rate_at(state.step, config.optimizer.lr, config.schedule, total)
                 result = self._train(state, lr, until)
-                # Silent errors: go back to before the step at which replicas were last alike.
+                # Silent errors of the hardware: go back to a state at which all replicas agreed.
                 if self.replica_watch is not None:
                     restored = self.replica_watch.compare(state)
                     if restored is not None:
                         state = restored
                         self.batches.restart(state.stream)
-                        self._forget()
+                        self._forget_measurements()
                         continue
                 # Advance, or roll back after several bad steps in a row.
                 state = self._guard.end(state, state.after_step(self.context.plan))
@@ -143,12 +143,13 @@ class Loop:
                     self.start_times.end(FIRST_STEP)
                     self.context.log.to_file(self.start_times.text())
                     self.start_times = None
-                self._losses.add(result, updated=state.guard.streak == 0)
+                was_skipped = state.guard.streak > 0
+                self._losses.add(result, updated=not was_skipped)
                 if self._guard.rolls_back(state):
                     self._beat.set_activity("rolling back", slow=True)
-                    self.saver.wait()
+                    self.saver.wait()  # the checkpoint to restore may still be written
                     state = self.roll_back(state)
-                    self._forget()
+                    self._forget_measurements()
                     continue
                 # Exchange weights with other sites before anything at this step is measured.
                 if self.outer.is_due(state):
@@ -164,7 +165,8 @@ class Loop:
                     state = replace(state, stopped_steps=total)
                 received = agreed.signal
                 ends = is_over(config, state) or received is not None
-                state = self._save(state, metrics, ends=ends, now=agreed.saves, until=until)
+                is_due = agreed.saves or state.step == until
+                state = self._save(state, metrics, ends=ends, is_due=is_due)
         self._beat.set_activity("finishing", slow=True)
         return state, received
 
@@ -202,18 +204,19 @@ class Loop:
         self._clock.count_step()
         return result
 
-    def _forget(self) -> None:
-        """Forget what steps measured: the run has gone back before them."""
+    def _forget_measurements(self) -> None:
+        """Drop the measurements of the steps that are undone, after a rollback."""
         self._losses.empty()
         self.engine.forget_mtp_loss()
         self.callbacks.forget()
 
     def _log(self, state: TrainState, lr: float, until: int, *, last: bool) -> Agreed:
         """Log a step, if it is due; return whether the ranks agree to stop or to save."""
-        # Asked again here: an outer step after this step may have changed `state.step`.
-        measured = self._measure(state, lr, is_logged=_is_logged(self._config, state.step, until))
+        # Not the value of `_train`: an outer step after this step may have changed `state.step`.
+        is_logged = _is_logged(self._config, state.step, until)
+        measured = self._measure(state, lr, is_logged=is_logged)
         self.callbacks.step(state, measured.row)
-        # Before anything is written: it also detects a later launch that holds the directory.
+        # Agree before anything is written: this also detects a later launch that holds the run.
         self._beat.set_activity("agreeing whether to stop")
         agreed = Agreed() if last else self._stop.agreed()
         if self.context.log.metrics is not None:
@@ -222,16 +225,17 @@ class Loop:
             self._beat.set_activity("logging")
             row, recorded = measured.row, self.callbacks.recorded(self._group)
             if self.context.log.metrics is not None and row is not None:
-                row = row if recorded is None else replace(row, recorded=recorded)
+                if recorded is not None:
+                    row = replace(row, recorded=recorded)
                 self.context.log.metrics.log_step(row)
             self._stragglers.gather(state, measured.times)
         return agreed
 
     def _measure(self, state: TrainState, lr: float, *, is_logged: bool) -> _Measured:
-        """Return the metrics of a step, if it is logged. Collective then."""
+        """Return the metrics of a step, if it is logged. Collective for a logged step."""
         if not is_logged:
             return _Measured()
-        # Apart from the guard, only this function waits for the device in the loop.
+        # These reads wait for the device; in the loop only this function and the guard wait.
         engine, clock = self.engine, self._clock
         loss, norm = self._losses.read(), engine.gradient_norm()
         load, sent_bytes = engine.expert_load.read(), engine.optimizer_sent_bytes()
@@ -239,13 +243,13 @@ class Loop:
         if self.context.log.metrics is None:
             return _Measured(times)
         tokens_per_second = engine.plan.site_tokens_per_step / times.step_seconds
-        saver = self.memory_saver
+        memory_saver = self.memory_saver
         # Fields that only a mixture of experts has.
-        experts: dict[str, dict[str, float]] = {}
+        expert_fields: dict[str, dict[str, float]] = {}
         if load is not None:
-            experts["expert_imbalance"] = load.imbalance
+            expert_fields["expert_imbalance"] = load.imbalance
             if load.sent_bytes is not None and load.seconds is not None:
-                experts["expert_exchange"] = {
+                expert_fields["expert_exchange"] = {
                     "sent_bytes": load.sent_bytes,
                     "seconds": load.seconds,
                 }
@@ -262,10 +266,10 @@ class Loop:
             memory_gib=clock.memory.peak_gib(),
             breakdown=times.breakdown,
             peak_memory_gib_by_phase=clock.memory.by_part_gib(),
-            **experts,
+            **expert_fields,
             mtp_loss=mtp_loss,
             optimizer_exchange=None if sent_bytes is None else {"sent_bytes": sent_bytes},
-            memory_checkpoint=None if saver is None else saver.metrics(),
+            memory_checkpoint=None if memory_saver is None else memory_saver.metrics(),
         )
         return _Measured(times, row)
 
@@ -284,30 +288,24 @@ class Loop:
         return state, metrics, agreed
 
     def _save(
-        self,
-        state: TrainState,
-        metrics: Mapping[str, float],
-        *,
-        ends: bool,
-        now: bool,
-        until: int,
+        self, state: TrainState, metrics: Mapping[str, float], *, ends: bool, is_due: bool
     ) -> TrainState:
         """Save in memory and on disk, if it is due; return the state that was saved. `ends`: no
-        step follows in this launch; `now`: whether it was asked for."""
-        saver = self.memory_saver
-        if saver is not None and saver.is_due(state) and not ends:
+        step follows in this launch; `is_due`: save on disk, also between the regular saves."""
+        memory_saver = self.memory_saver
+        if memory_saver is not None and memory_saver.is_due(state) and not ends:
             self._beat.set_activity("saving in memory")
             with self._clock.paused("save"):
-                saver.save(self.with_position(state), metrics)
-        is_due = now or state.is_multiple_of(self._config.checkpoint.every_steps)
-        if ends or is_due or state.step == until:
+                memory_saver.save(self.with_position(state), metrics)
+        is_regular = state.is_multiple_of(self._config.checkpoint.every_steps)
+        if ends or is_due or is_regular:
             self._beat.set_activity("settling the exchange with the other sites", slow=True)
             with self._clock.paused("outer_step"):
                 state = self.outer.settle(state)
             with self._clock.paused("save"):
-                # Only the writing is slow; a copy takes no longer than other collectives.
                 self._beat.set_activity("waiting for the previous save", slow=True)
                 self.saver.wait()
+                # Writing is slow; an asynchronous save only copies, as fast as other collectives.
                 is_slow = not self._config.checkpoint.asynchronous
                 self._beat.set_activity("saving", slow=is_slow)
                 self.saver.save(self.with_position(state), metrics)
@@ -315,14 +313,14 @@ class Loop:
         return state
 
 
-def _is_logged(config: RunConfig, step: int, until: int) -> bool:
-    return step == until or step % config.logging.every_steps == 0
+def _is_logged(config: RunConfig, step: int, last_step: int) -> bool:
+    return step == last_step or step % config.logging.every_steps == 0
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Metrics of a logged step: number of steps since the last logged step, seconds of a step, and
-    the row on the main rank. All None of a step that is not logged."""
+    """Metrics of a logged step: its times, and the row of metrics.jsonl on the main rank. Both are
+    None for a step that is not logged."""
 
     times: StepTimes | None = None
     row: StepMetrics | None = None

@@ -46,7 +46,7 @@ def unread_files(config: RunConfig) -> list[str]:
         scores_path = getattr(config.objective, scores_key)
         if scores_path is not None:
             data[f"objective.{scores_key}"] = scores_path
-    # What is not here; the run asks the Hub for a model only.
+    # A line for each that is not here. The run asks the Hub for models, not for datasets.
     lines = []
     for key, name in {**models, **data}.items():
         if is_address(name) or Path(name).exists():
@@ -91,8 +91,9 @@ def check_manifests(config: RunConfig) -> list[Problem]:
 
 def _suits(config: RunConfig, dataset: Path) -> bool:
     """Return whether the manifest of `dataset` has the vocabulary, the rows and the tokenizer that
-    the run needs. False also where that is unknown."""
+    the run needs; False if that is unknown."""
     try:
+        # The vocabulary: the model may have some more rows, as padding.
         manifest = json.loads((dataset / MANIFEST).read_bytes())
         num_tokens = manifest["tokenizer"]["vocab_size"]
         row_format = manifest["options"].get("chat_format")
@@ -102,21 +103,25 @@ def _suits(config: RunConfig, dataset: Path) -> bool:
         num_padding_rows = num_rows - num_tokens
         if config.model.vocabulary is None and not 0 <= num_padding_rows <= MAX_PADDING_ROWS:
             return False
+        # The format of the rows, for instance pairs of answers.
         rows = config.objective.kind.rows
-        if (row_format if row_format in ROWS else None) != (None if rows is None else rows.name):
+        dataset_rows = row_format if row_format in ROWS else None
+        if dataset_rows != (None if rows is None else rows.name):
             return False
         if manifest["options"]["chat"] and rows is None:
             if not config.data.is_each_document_separate:
                 return False
+        # The tokenizer: of the base, or of the run if it resumes.
         output_directory = config.output.directory
         resumes = has_checkpoints(output_directory)
         directory = output_directory if resumes else config.model.path
-        names = ("tokenizer.json", "tokenizer/tokenizer.json")
-        model_files = [Path(directory or "", name) for name in names]
-        model_file = next((path for path in model_files if path.is_file()), None)
-        if directory is None or model_file is None or config.data.allow_other_tokenizer:
+        if directory is None or config.data.allow_other_tokenizer:
             return True
-        return model_file.read_bytes() == (dataset / "tokenizer/tokenizer.json").read_bytes()
+        for name in ("tokenizer.json", "tokenizer/tokenizer.json"):
+            file = Path(directory, name)
+            if file.is_file():
+                return file.read_bytes() == (dataset / "tokenizer/tokenizer.json").read_bytes()
+        return True
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -135,11 +140,11 @@ def check_base_files(config: RunConfig) -> list[Problem]:
 
 def check_weight_files(config: RunConfig) -> None:
     """Raise ModelError, as the run does, for a directory of a base, or of a teacher, that has no
-    weights that can be read, unless the run resumes and reads none."""
-    names = {"objective.teacher_model": config.objective.teacher_model}
+    readable weights. A run that resumes reads no base."""
+    paths_by_key = {"objective.teacher_model": config.objective.teacher_model}
     if not has_checkpoints(config.output.directory):
-        names["model.path"] = config.model.path
-    for key, name in names.items():
+        paths_by_key["model.path"] = config.model.path
+    for key, name in paths_by_key.items():
         if name is None or not Path(name).is_dir():
             continue
         folder = Path(name)

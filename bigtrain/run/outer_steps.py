@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from bigtrain.sites.metrics import OuterStepMetrics
     from bigtrain.sites.outer_step import OuterStep
 
-_OWN_SETTING = "sites.index"
+_SITE_SETTING = "sites.index"
 _SERVER_DIRECTORY = "outer_server"
 
 
-def _facts(context: RunContext, data_hash: str) -> dict[str, Any]:
-    """Return what all sites must have alike: settings and data."""
+def _shared_settings(context: RunContext, data_hash: str) -> dict[str, Any]:
+    """Return the settings and the hash of the data, which must be equal on all sites."""
     settings = mathematics(context.config)
-    del settings[_OWN_SETTING]
+    del settings[_SITE_SETTING]
     return {**settings, "data": data_hash}
 
 
@@ -40,7 +40,7 @@ def refuse_other_run(context: RunContext, data_hash: str) -> None:
         run = checkpoints.make_run_id(context.directory)
         from bigtrain.sites.membership import Membership
 
-        Membership(sites, run).compare(_facts(context, data_hash), allowed)
+        Membership(sites, run).compare(_shared_settings(context, data_hash), allowed)
 
     context.long_work.on_main_rank(compare)
 
@@ -56,7 +56,7 @@ class OuterSteps:
         config = context.config
         if config.sites is not None:
             run = checkpoints.make_run_id(context.directory) if context.world.is_main else ""
-            facts = _facts(context, context.inputs.data_hash)
+            facts = _shared_settings(context, context.inputs.data_hash)
             heartbeat = context.heartbeat
             from bigtrain.sites.outer_step import OuterStep
 
@@ -97,7 +97,7 @@ class OuterSteps:
             pending_fragment=state.outer_sent,
             tokens_seen=state.outer_tokens,
         )
-        return self._moved(state)
+        return self._after_outer_steps(state)
 
     def is_due(self, state: TrainState) -> bool:
         """Return whether outer steps are due before the next step of the run."""
@@ -108,69 +108,72 @@ class OuterSteps:
         if this site can make none."""
         assert self._step is not None
         self._log_steps(state, self._step.after_step(state.step))
-        return self._moved(state)
+        return self._after_outer_steps(state)
 
     def settle(self, state: TrainState) -> TrainState:
         """Wait for the exchange in progress, before a save. As `make`."""
         if self._step is None:
             return state
         self._log_steps(state, self._step.settle())
-        return self._moved(state)
+        return self._after_outer_steps(state)
 
-    def _moved(self, state: TrainState) -> TrainState:
+    def _after_outer_steps(self, state: TrainState) -> TrainState:
         """Return `state` after outer steps; log their notes."""
         assert self._step is not None
         while self._step.notes:
             self._context.log.info(self._step.notes.pop(0))
-        # Events belong to the samples of the last step.
-        batch, metrics = self._context.plan.global_batch_size, self._context.log.metrics
-        is_closed = metrics is None and self._context.world.is_main  # events wait until it is open
-        while self._step.events and not is_closed:
+        # Events are about the samples of the last step. The main rank keeps them until its log is
+        # open; ranks without a log drop them.
+        plan, metrics = self._context.plan, self._context.log.metrics
+        keeps_events = metrics is None and self._context.world.is_main
+        while self._step.events and not keeps_events:
             event = asdict(self._step.events.pop(0))
             if metrics is not None:
-                first_sample = max(0, state.samples - batch)
+                first_sample = max(0, state.samples - plan.global_batch_size)
                 self._context.log.event(
                     event.pop("event"), state, first_sample=first_sample, **event
                 )
+        # A record without sites says nothing about the sites of a known outer step.
         record = self._step.record
-        is_same = record.number == state.outer_steps
+        sites = record.sites
+        if not sites and record.number == state.outer_steps:
+            sites = state.outer_sites
         state = replace(
             state,
             outer_steps=record.number,
             outer_tokens=record.tokens_seen,
             outer_ended=record.ended_step,
-            outer_sites=record.sites or (state.outer_sites if is_same else ()),
+            outer_sites=sites,
             outer_sent=self._step.pending_fragment,
         )
         # Sites that are ahead have trained the steps that this site skips.
         if self._step.continue_at is None or self._step.continue_at <= state.step:
             return state
-        plan, missed = self._context.plan, self._step.continue_at - state.step
-        steps = min(self._step.continue_at, self._context.config.train.total_steps)
+        num_skipped = self._step.continue_at - state.step
         return replace(
             state,
-            step=steps,
-            samples=state.samples + missed * plan.global_batch_size,
-            tokens=state.tokens + missed * plan.tokens_per_step,
+            step=min(self._step.continue_at, self._context.config.train.total_steps),
+            samples=state.samples + num_skipped * plan.global_batch_size,
+            tokens=state.tokens + num_skipped * plan.tokens_per_step,
         )
 
     def _log_steps(self, state: TrainState, outer_steps: Sequence[OuterStepMetrics]) -> None:
         metrics = self._context.log.metrics
         if metrics is None:
             return
-        for figures in outer_steps:
-            values = asdict(figures)
+        for step_metrics in outer_steps:
+            values = asdict(step_metrics)
             number, sites = values.pop("number"), list(values.pop("sites"))
             metrics.log_outer_step(state.step, outer_step=number, sites=sites, **values)
 
     def _has_final_weights(self, state: TrainState) -> bool:
-        """Return whether the weights at `state` are the weights of the run: the outer server made
-        the outer step that ended it with this site, or gave this site its weights."""
+        """Return whether `state` has the final weights of the run: this site took part in the outer
+        step that ended the run, or received the weights after that outer step."""
         return state.outer_ended >= self._context.config.train.total_steps
 
     def make_last(self, state: TrainState) -> TrainState:
-        """Make the outer step that ends the run, if this site has trained its last step, was then
-        apart from the other sites, and starts again. As `make`."""
+        """Make the outer step that ends the run, if this site is restarted after its last step and
+        was detached from the other sites at that step. As `make`."""
         if self._step is None or self._has_final_weights(state) or not self.is_due(state):
             return state
         self._context.heartbeat.set_activity("outer step with the other sites", slow=True)
@@ -180,20 +183,21 @@ class OuterSteps:
         """Return, and log, the outer step that made the weights at the end of the run, and its
         sites; empty without other sites. Raises LaunchError on every rank if this site lacks the
         weights of that outer step: all sites that export have equal weights."""
-        sites, steps = self._context.config.sites, self._context.config.train.total_steps
+        sites, total_steps = self._context.config.sites, self._context.config.train.total_steps
         if sites is None or sites.count == 1:
             return {}
-        # Between two outer steps only this site has these weights.
+        # Between two outer steps the sites have different weights.
         if not self._has_final_weights(state):
-            reason = f"this site lacks the outer step after step {steps}, with which the run ends"
+            reason = f"this site lacks the outer step after step {total_steps}, "
+            reason += "with which the run ends"
             fix = (
                 "start this site again with the server reachable: it makes that outer step, or "
                 "takes the weights of the sites that made it"
             )
             if self._step is not None and self._step.detach_reason:
                 reason = self._step.detach_reason
-            elif state.step < steps:
-                reason = f"a callback ended it after step {state.step} of {steps}"
+            elif state.step < total_steps:
+                reason = f"a callback ended it after step {state.step} of {total_steps}"
                 fix = (
                     f"train.steps={state.step} and checkpoint.allow_changes=[train.steps] on all "
                     "sites: they exchange their weights after that step"

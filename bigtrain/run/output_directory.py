@@ -13,24 +13,24 @@ from bigtrain.system.files import RUN_ID, RUN_TEXTS, why_not_creatable
 
 KEY = "output.directory"
 
-_MARKS = (
+_RUN_NAMES = (
     *("generations", "checkpoints", "metrics.jsonl", "hangs", "requeue", "requeued"),
     "base_model.json",
 )
 """Names that a launch, or the batch system that starts it, writes first: one marks a run."""
 
 _REPOSITORIES = (".git", ".hg", ".svn", ".jj")
-_NOTES = (".log", ".out", ".err", ".yaml", ".yml", ".sh", ".sbatch")
+_NOTE_ENDINGS = (".log", ".out", ".err", ".yaml", ".yml", ".sh", ".sbatch")
 """Endings of files that a user puts next to a run before it starts: no text to train on."""
-_TEXTS = tuple(
+_TEXT_ENDINGS = tuple(
     f"{suffix}{compression}"
     for suffix in (".txt", ".md", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow")
     for compression in ("", ".gz", ".zst", ".xz", ".bz2")
 )
-_WRITTEN = ("checkpoints", "generations", "hangs", "log.txt", "metrics.jsonl", "starts.jsonl")
+_REUSED_NAMES = ("checkpoints", "generations", "hangs", "log.txt", "metrics.jsonl", "starts.jsonl")
 """Directories in which a run makes files, and files that it appends to; others are replaced."""
 
-_SHOWN = 3
+_NUM_SHOWN = 3
 
 
 def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
@@ -38,20 +38,20 @@ def check_output(directory: Path, *, is_here: bool = True) -> Sequence[Problem]:
     nothing behind. is_here: whether the run starts on this host; elsewhere others may be
     writable."""
     parent = directory.parent if directory.is_file() else directory
-    rule, remedy = _owner(directory), f"a directory of its own, such as {parent / 'run'}"
+    rule, remedy = _why_refused(directory), f"a directory of its own, such as {parent / 'run'}"
     if rule is None and is_here:
         rule, remedy = why_not_creatable(directory), "choose another one"
-        # Directories and files of an earlier run: otherwise only the first save would notice.
-        written = [] if rule else [directory / name for name in _WRITTEN]
-        unwritable = [path for path in written if path.exists() and not os.access(path, os.W_OK)]
+        # What an earlier launch made must be writable, too; else only the first save would fail.
+        reused = [] if rule else [directory / name for name in _REUSED_NAMES]
+        unwritable = [path for path in reused if path.exists() and not os.access(path, os.W_OK)]
         if unwritable:
             rule = f"this user cannot write to {unwritable[0]}"
             remedy = "change its owner or permissions, or choose another one"
     return [] if rule is None else [Problem(KEY, str(directory), rule, remedy)]
 
 
-def _owner(directory: Path) -> str | None:
-    """Return why the directory cannot be a run's, or None if it can."""
+def _why_refused(directory: Path) -> str | None:
+    """Return the reason why `directory` cannot be the directory of a run, or None if it can."""
     resolved = directory.resolve()
     if resolved == Path(resolved.anchor):
         return "is the root of the file system"
@@ -65,21 +65,25 @@ def _owner(directory: Path) -> str | None:
     repository = next((name for name in _REPOSITORIES if name in is_file_by_name), None)
     if repository is not None:
         return f"is a repository (it has a {repository})"
-    if any(name in is_file_by_name for name in _MARKS):
-        # Those names may be another program's: of a run's directory the run's id is proof.
-        texts = {n for n in is_file_by_name if n.lower().endswith(_TEXTS)} - {*RUN_TEXTS}
-        return None if RUN_ID in is_file_by_name else _foreign(sorted(texts))
+    if any(name in is_file_by_name for name in _RUN_NAMES):
+        if RUN_ID in is_file_by_name:
+            return None
+        # Without a run's id, another program may have made these names: refuse a corpus of texts.
+        texts = {n for n in is_file_by_name if n.lower().endswith(_TEXT_ENDINGS)} - {*RUN_TEXTS}
+        return _refuse_files(sorted(texts))
     foreign_names = sorted(
         name
         for name, is_file in is_file_by_name.items()
-        if not name.startswith(".") and not (is_file and name.endswith(_NOTES))
+        if not name.startswith(".") and not (is_file and name.endswith(_NOTE_ENDINGS))
     )
-    return _foreign(foreign_names)
+    return _refuse_files(foreign_names)
 
 
-def _foreign(names: Sequence[str]) -> str | None:
-    """Return the rule that files with `names` break; None without any."""
+def _refuse_files(names: Sequence[str]) -> str | None:
+    """Return the rule that files with `names` break; None without names."""
     if not names:
         return None
-    further_text = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"holds files of something else than a run: {', '.join(names[:_SHOWN])}{further_text}"
+    further_text = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return (
+        f"holds files of something else than a run: {', '.join(names[:_NUM_SHOWN])}{further_text}"
+    )

@@ -46,8 +46,7 @@ def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
 
         has_partners = Partners.of(context.hosts) is not None
 
-    # One rank predicts: a trace takes seconds.
-    def find() -> RunPrediction | None:
+    def predict_and_log() -> RunPrediction | None:
         compilation = inputs.model_plan.compilation
         for line in layer_lines(context.run, inputs.hf_config, context.device.type, compilation):
             context.log.info(line)
@@ -60,17 +59,18 @@ def log_prediction(context: RunContext, inputs: Inputs) -> RunPrediction | None:
         )
         context.log.info(f"no prediction: {reason}" if prediction is None else prediction.line())
         if prediction is not None and section is not None:
-            num_ranks = context.hosts.count(context.hosts[context.world.rank])
-            for line in memory_lines(prediction, section, num_ranks):
+            num_host_ranks = context.hosts.count(context.hosts[context.world.rank])
+            for line in memory_lines(prediction, section, num_host_ranks):
                 context.log.info(line)
         if prediction is not None and context.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(context.device).total_memory
+            device_bytes = torch.cuda.get_device_properties(context.device).total_memory
             refuses = context.config.engine.refuse_too_large
-            if warning := refuse_too_large(prediction, float(memory), refuses=refuses):
+            if warning := refuse_too_large(prediction, float(device_bytes), refuses=refuses):
                 context.log.info(warning)
         return prediction
 
-    return context.long_work.on_main_rank(find)
+    # One rank predicts: a trace takes seconds.
+    return context.long_work.on_main_rank(predict_and_log)
 
 
 def predict(
@@ -87,12 +87,11 @@ def predict(
         model, _ = model_costs(run.config, hf_config)
     except (ConfigError, ModelError) as error:
         return None, one_line(error, None)
-    # Liger's kernel chooses its chunks itself.
     loss = plan.loss
-    chunk = loss.chunk_tokens if loss.kind == "chunked" else None
-    if loss.kind == "liger":
+    chunk_tokens = loss.chunk_tokens if loss.kind == "chunked" else None
+    if loss.kind == "liger":  # its kernel chooses the chunks itself, about as bigtrain does
         num_tokens = run.plan.micro_batch_tokens // run.topology.sequence_size
-        chunk = auto_loss_chunk(run.config.model, model, num_tokens)
+        chunk_tokens = auto_loss_chunk(run.config.model, model, num_tokens)
     is_cpu = device.type == "cpu"
     # A GPU of the tables, or this machine's CPUs if they are calibrated.
     device_rates: Device | None = None
@@ -103,7 +102,7 @@ def predict(
         with suppress(ConfigError):
             device_rates = find_device(torch.cuda.get_device_name(device))
     prediction = predict_run(
-        run, model, chunk, device_rates, measured, is_cpu=is_cpu, has_partners=has_partners,
+        run, model, chunk_tokens, device_rates, measured, is_cpu=is_cpu, has_partners=has_partners,
         fast_path=fast_path_of(run.config, run.engine, hf_config, device.type, plan.compilation),
     )  # fmt: skip
     if (teacher := resolve_teacher(run)) is not None:
@@ -123,14 +122,15 @@ def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], flo
         peak_flops_per_second,
     )
 
-    # A trace of the shape, once, when the first step is logged.
+    # The model's shape is read once, when the first step is logged. An empty model: the model of
+    # the engine may have only some of the parameters, or a shard of each.
     @cache
     def token_flops() -> int | None:
         shape = _shape_of(empty_model(hf_config))
         if shape is None:
             return None
-        frozen = context.config.adapters is not None
-        return flops_per_token(shape, context.plan.sequence_length, frozen=frozen)
+        is_base_frozen = context.config.adapters is not None
+        return flops_per_token(shape, context.plan.sequence_length, frozen=is_base_frozen)
 
     def utilization(tokens_per_second: float) -> float | None:
         if (flops := token_flops()) is None:
@@ -145,25 +145,27 @@ def utilization_of(context: RunContext, hf_config: Any) -> Callable[[float], flo
 
 
 def _shape_of(model: Any) -> ModelShape | None:
+    """Return the shape of a complete model, with its layers of multi-token prediction; None if its
+    attention is unknown."""
     from bigtrain.planner.flops import model_shape
 
-    # Not the engine's model, which may have only some parameters, or a shard of each.
     parameters = dict(model.named_parameters())
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     sizes = [(name, p.numel()) for name, p in parameters.items()]
-    further = mtp_layers(model)
-    if further is not None:  # each is multiplied with the head, too
-        sizes += [("head", head.weight.numel())] * len(further.layers)
+    mtp = mtp_layers(model)
+    if mtp is not None:  # each layer of multi-token prediction applies the head again
+        sizes += [("head", head.weight.numel())] * len(mtp.layers)
     shape = model_shape(
         model.config.get_text_config(),
         sizes,
         next(name for name, p in parameters.items() if p is embedding),
         tied=head is not None and head.weight is embedding,
     )
-    if shape is None or further is None:
+    if shape is None or mtp is None:
         return shape
-    mtp_shape = model_shape(further.mtp_model.config, [], "", tied=False)
-    return mtp_shape and replace(
-        shape, attention_width=shape.attention_width + mtp_shape.attention_width
-    )
+    # The parameters of the added layers are in `sizes`; their attention is not in `shape` yet.
+    mtp_shape = model_shape(mtp.mtp_model.config, [], "", tied=False)
+    if mtp_shape is None:
+        return None
+    return replace(shape, attention_width=shape.attention_width + mtp_shape.attention_width)

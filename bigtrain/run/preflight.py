@@ -81,8 +81,10 @@ class Inputs:
     def tokenizer_path(self) -> Path:
         """Directory of the run's tokenizer: the tokenizer of the first dataset with a chat
         template, else of the first dataset."""
-        with_template = (d for d in self.datasets if d.table.tokenizer.chat_template is not None)
-        return next(with_template, self.datasets[0]).tokenizer_path
+        for dataset in self.datasets:
+            if dataset.table.tokenizer.chat_template is not None:
+                return dataset.tokenizer_path
+        return self.datasets[0].tokenizer_path
 
 
 def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = None) -> Inputs:
@@ -95,25 +97,26 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     cannot be read, and one ConfigError with all other problems.
     """
     config = run.config
+    checks_host = check != "listed"  # no other rank of this host has checked its files
+    is_new_run = checks_host and not has_checkpoints(config.output.directory)
     datasets, data_problems = open_checked(config, check, samples)
     labels = datasets[0].table.labels if datasets else ()
     hf_config = load_hf_config(config.model)
-    ids = resolve_text_ids(config, hf_config, datasets) if datasets else None
-    # Before the head, whose padding is an end of text unless the model has a padding id.
-    hf_config = with_objective_head(ids.hf_config if ids else hf_config, config, labels)
+    text_ids = resolve_text_ids(config, hf_config, datasets) if datasets else None
+    # The ids come first: the head pads with an end of text if the model has no padding id.
+    hf_config = with_objective_head(text_ids.hf_config if text_ids else hf_config, config, labels)
     hf_config = with_mtp_layers(hf_config, trains=config.objective.mtp_weight > 0)
 
-    # The model and the run's settings; then files, unless another rank of the host checks them.
+    # The model and the run's settings; then the files of the host.
     problems: list[Problem] = [
         *check_trackers(config.logging.trackers),
         *_check_positions(config, hf_config),
-        # Also the defaults of the class.
+        # `to_dict` also has the defaults of the configuration's class.
         *check_layer_drop(text_config(hf_config).to_dict(), "model.config"),
         *data_problems,
-        *(ids.problems if ids else ()),
-        *(_check_files(config, hf_config) if check != "listed" else ()),
+        *(text_ids.problems if text_ids else ()),
+        *(_check_files(config, hf_config) if checks_host else ()),
     ]
-    starts = check != "listed" and not has_checkpoints(config.output.directory)
     growth: VocabularyResize | None = None
     held_out_sets: tuple[TokenDataset, ...] = ()
 
@@ -122,35 +125,34 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
     if datasets:
         findings = check_datasets(config, datasets, vocabulary_size(hf_config))
         problems += findings.problems
-        if check != "listed":
+        if checks_host:
             problems += _check_tokenizer(config, datasets[0])
             if config.output.export:
                 problems += _check_export(config.model.path, hf_config, datasets[0])
         if config.model.vocabulary is not None:
             from bigtrain.models.weights.vocabulary import grown_configuration
 
-            tokens = datasets[0].table.tokenizer.vocab_size
-            hf_config, growth = grown_configuration(config.model, hf_config, tokens)
+            num_tokens = datasets[0].table.tokenizer.vocab_size
+            hf_config, growth = grown_configuration(config.model, hf_config, num_tokens)
         held_out_sets, set_problems = open_held_out_datasets(config, datasets, check)
         problems += set_problems or check_best(config, datasets, held_out_sets)
-        if starts:
+        if is_new_run:
             problems += _check_scores(config, datasets, held_out_sets)
     problems += _check_method(run, hf_config)
-
     # Trials of the model itself take seconds, so they run only if all settings are right.
     model_plan, teacher = None, None
     notes: list[str] = []
     if not problems:
         model_plan, problems = cached_model_plan(config, hf_config, run.plan)
-    if starts and not problems:
+    if is_new_run and not problems:
         from bigtrain.run.frozen_rows import check_frozen_rows
 
         problems, notes = check_frozen_rows(config, hf_config, datasets, grows=growth is not None)
     if not problems and config.objective.teacher_model is not None:
         teacher, problems = _inspect_teacher(run, datasets)
-    if model_plan is None or ids is None or problems:
+    if model_plan is None or text_ids is None or problems:
         raise ConfigError(problems, "the run's inputs")
-    if starts:
+    if is_new_run:
         notes += findings.notes + _data_notes(config, datasets, held_out_sets)
     return Inputs(
         hf_config,
@@ -162,8 +164,8 @@ def inspect_inputs(run: ResolvedRun, check: Level = "sizes", samples: object = N
         growth,
         teacher,
         held_out_sets,
-        (*ids.notes, *notes) if check != "listed" else (),
-        ids.record,
+        (*text_ids.notes, *notes) if checks_host else (),
+        text_ids.record,
     )
 
 
@@ -241,19 +243,15 @@ def check_prompts(config: RunConfig, inputs: Inputs) -> None:
 
 def _check_tokenizer(config: RunConfig, dataset: TokenDataset) -> Sequence[Problem]:
     """Compare the data's tokenizer with the section ``tokenizer`` and with the tokenizer of the
-    base model, or with the run's own if it resumes and does not read the base."""
+    base model. A run that resumes does not read the base: compare with the run's tokenizer."""
     resumes = has_checkpoints(config.output.directory)
-    tokenizer_path = dataset.tokenizer_path
-    problems = check_model_tokens(config, tokenizer_path, str(dataset.path), resumes=resumes)
-    if resumes:
+    path, base = dataset.tokenizer_path, config.base_tokenizer
+    problems = check_model_tokens(config, path, str(dataset.path), resumes=resumes)
+    if problems or resumes or config.tokenizer is None or base is None:
         return problems
-    base = config.base_tokenizer
-    if problems or config.tokenizer is None or base is None:
-        return problems
-    directory = str(dataset.tokenizer_path)
     from bigtrain.data.tokenizers.added_tokens import check_added_tokens
 
-    return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, directory)
+    return check_added_tokens(config.tokenizer, base, dataset.table.tokenizer, str(path))
 
 
 def _check_scores(
@@ -275,13 +273,13 @@ def _check_files(config: RunConfig, hf_config: Any) -> list[Problem]:
 
         problems += check_memory_directory(config)
     if config.model.path is None and config.output.export:
-        # Transformers must read the configuration of an export, unless it is the base's.
+        # Transformers must read the configuration of an export; it can read a base's.
         if (error := why_not_reloaded(hf_config)) is not None:
-            name = hf_config.model_type
-            rule = f"transformers cannot reload an export of a {name} that starts from random "
-            rule += "weights"
+            model_type = hf_config.model_type
+            rule = f"transformers cannot reload an export of a {model_type} that starts from "
+            rule += "random weights"
             remedy = f"start from weights (model.path), or output.export=false ({error})"
-            problems.append(Problem("model.config", name, rule, remedy))
+            problems.append(Problem("model.config", model_type, rule, remedy))
     problems += check_base_files(config)
     if config.evaluation.tasks:
         from bigtrain.models.lm_eval_tasks import check_tasks
@@ -323,20 +321,20 @@ def _check_method(run: ResolvedRun, hf_config: Any) -> list[Problem]:
 def _check_export(
     model_path: str | None, hf_config: Any, dataset: TokenDataset
 ) -> Sequence[Problem]:
-    """Check that transformers will read the data's tokenizer next to the exported model.
-    model_path: `model.path`, whose own tokenizer may have this fault."""
+    """Check that transformers will read the data's tokenizer next to the exported model as the
+    same tokenizer. model_path: `model.path`; its tokenizer may already have this fault."""
     file = dataset.tokenizer_path / "tokenizer.json"
-    texts: list[str] = []
+    edge_cases: list[str] = []
     if file.is_file():
         from bigtrain.data.tokenizers.edge_cases import tokenizer_edge_cases
 
-        texts = tokenizer_edge_cases(file.read_text(encoding="utf-8"))
-    name = class_beside(hf_config.model_type, dataset.tokenizer_path, texts)
-    if name is None:
+        edge_cases = tokenizer_edge_cases(file.read_text(encoding="utf-8"))
+    other_class = class_beside(hf_config.model_type, dataset.tokenizer_path, edge_cases)
+    if other_class is None:
         return []
     rule = (
-        f"next to a {hf_config.model_type}, transformers reads its tokenizer as a {name}, which "
-        "produces different tokens, so the export would be unusable"
+        f"next to a {hf_config.model_type}, transformers reads its tokenizer as a {other_class}, "
+        "which produces different tokens, so the export would be unusable"
     )
     remedy = TOKENIZER_REMEDY
     if model_path is not None:
@@ -355,16 +353,19 @@ def _data_notes(
 ) -> list[str]:
     """Return lines on data that is legal and rarely meant: how texts begin, evaluations without
     data."""
-    beginnings = [beginning_note(config, dataset) for dataset in datasets]
-    return [*filter(None, beginnings), *evaluation_notes(config, datasets, held_out_sets)]
+    notes = [beginning_note(config, dataset) for dataset in datasets]
+    notes += evaluation_notes(config, datasets, held_out_sets)
+    return [note for note in notes if note]
 
 
 def _check_positions(config: RunConfig, hf_config: Any) -> Sequence[Problem]:
-    longest = max_positions(hf_config)
+    """Check that samples are not longer than the positions that the model declares. The trials of
+    the model find a table of positions that is shorter than declared."""
+    num_positions = max_positions(hf_config)
     length = config.batch.sequence_length
-    if longest is None or longest >= length:
-        return []  # a table that is shorter than it says is found by the trials of the model
+    if num_positions is None or num_positions >= length:
+        return []
     from bigtrain.models.equivalence.position_numbering import plan_numbering
 
     _, problems = plan_numbering(hf_config, config.model.attention, length)
-    return problems or check_model(Facts(sequence_length=length, max_positions=longest))
+    return problems or check_model(Facts(sequence_length=length, max_positions=num_positions))

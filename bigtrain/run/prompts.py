@@ -23,7 +23,7 @@ def tokenized_prompts(
     section = config.evaluation
     num_positions = max_positions(hf_config)
     if num_positions is not None:
-        num_positions -= first_position
+        num_positions -= first_position  # the numbers before it are not used for tokens
     ids_of_prompts: list[list[int]] = []
     problems: list[Problem] = []
     for number, text in enumerate(section.prompts):

@@ -3,9 +3,9 @@
 The scores equal the scores of `bigtrain score` (`bigtrain.run.scoring`) for the model before the
 first step: computed by the run itself before it trains, or by a pass beforehand that
 ``objective.reference`` names. Either way the run directory has them, so that a resume needs no
-second model. With adapters the reference is the model without them, and nothing is stored unless
-``objective.reference`` is set; with DoRA or ``adapters.modules_to_save``, which change more than
-can be turned off, it is the model before the first step, as without adapters.
+second model. With adapters the reference is the model without adapters, and nothing is stored
+unless ``objective.reference`` is set. DoRA and ``adapters.modules_to_save`` change the model in a
+way that cannot be turned off: the reference is the model before the first step.
 """
 
 from __future__ import annotations
@@ -58,38 +58,41 @@ class ReferenceScores:
     context: SegmentContext
 
     def add(self, state: TrainState, batches: TrainingBatches, evaluator: Evaluator) -> None:
-        """Give `batches` and `evaluator` the scores that the objective reads: made at the start of
-        the run, or read when it resumes. Collective. Raises
+        """Give `batches` and `evaluator` the scores that the objective reads: computed or copied at
+        the start of the run, and read from its directory when it resumes. Collective. Raises
         ConfigError on every rank if ``objective.reference`` has scores of another model,
         CheckpointError if a resumed run has no scores of the data."""
-        sets = self.context.inputs.datasets, self.context.inputs.held_out_sets
-        splits_by_dataset = wanted_splits(*sets)
+        datasets, held_out_sets = self.context.inputs.datasets, self.context.inputs.held_out_sets
+        splits_by_dataset = wanted_splits(datasets, held_out_sets)
         objective, adapters = self.context.config.objective, self.context.config.adapters
-        # With adapters off the model is what it was, also in a run that began without stages.
+        # Without its adapters the model is the reference at every step: scores can be computed.
         can_turn_off = adapters is not None and not adapters.changes_base
-        has_model = can_turn_off and objective.reference is None
-        if state.step == 0 or has_model:
-            scores = self._made(splits_by_dataset)
+        has_reference_model = can_turn_off and objective.reference is None
+        if state.step == 0 or has_reference_model:
+            scores = self._make(splits_by_dataset)
         else:
             scores = self._read(splits_by_dataset)
-        train = [self._rows(scores, dataset, "train") for dataset in self.context.inputs.datasets]
-        batches.scores = np.concatenate(train)
-        held_out_rows = [self._rows(scores, *splits) for splits in measured_splits(*sets)]
+        train_rows = [self._rows(scores, dataset, "train") for dataset in datasets]
+        batches.scores = np.concatenate(train_rows)
+        held_out_rows = [
+            self._rows(scores, dataset, split)
+            for dataset, split in measured_splits(datasets, held_out_sets)
+        ]
         evaluator.held_out = [
             replace(held_out_set, batches=replace(held_out_set.batches, scores=rows))
             for held_out_set, rows in zip(evaluator.held_out, held_out_rows, strict=True)
         ]
 
-    def _made(
+    def _make(
         self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
     ) -> dict[str, Scores]:
-        """Return the scores by the hash of the data. Collective."""
-        sums = None if self.context.base is None else self.context.base.sums
-        model = model_identity(self.context, self.context.inputs, sums)
+        """Compute or copy the scores; return them by the hash of the data. Collective."""
+        weight_sums = None if self.context.base is None else self.context.base.sums
+        model = model_identity(self.context, self.context.inputs, weight_sums)
         name = self.context.config.objective.reference
-        make = self._scored if name is None else self._copied
+        make_scores = self._compute if name is None else self._copy
         scores = {
-            identity_of(dataset).hash: make(dataset, splits, model)
+            identity_of(dataset).hash: make_scores(dataset, splits, model)
             for dataset, splits in splits_by_dataset
         }
         output = self.context.directory / DIRECTORY
@@ -97,7 +100,7 @@ class ReferenceScores:
         self.context.log.info(f"reference: scores of {len(scores)} datasets {made_of}, in {output}")
         return scores
 
-    def _copied(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
+    def _copy(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
         """Return the scores that ``objective.reference`` names, copied to the run directory."""
         config, output = self.context.config, self.context.directory / DIRECTORY
         data_identity = identity_of(dataset)
@@ -115,26 +118,27 @@ class ReferenceScores:
         scores_by_rank = work.on_every_rank(lambda: find_scores(output, data_identity))
         return scores_by_rank[self.context.world.rank]
 
-    def _scored(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
+    def _compute(self, dataset: TokenDataset, splits: Sequence[Split], model: Identity) -> Scores:
         """Return scores under the initial weights, computed into the run directory."""
         context, output = self.context, self.context.directory / DIRECTORY
         request = request_of(context.config, model, dataset)
         directory = scores_directory(output, request.data)
 
-        def remove_others() -> None:
+        def remove_other_scores() -> None:
+            """Remove scores of an earlier launch that began with another model."""
             path = directory / REQUEST_NAME
             if path.exists() and differences(open_request(path), request):
-                shutil.rmtree(directory)  # of an earlier launch that began with another model
+                shutil.rmtree(directory)
 
-        context.long_work.on_main_rank(remove_others)
+        context.long_work.on_main_rank(remove_other_scores)
         scored_splits = ScoredSplits(dataset, splits, request)
         adapters = context.config.adapters
         engine = context.engine
-        # DoRA's magnitudes may be another run's (checkpoint.initialize_from), so that without its
-        # matrices the model is neither the base nor what the run begins with.
+        # Adapters that change the base stay on: DoRA's magnitudes may come from another run
+        # (checkpoint.initialize_from), and without DoRA's matrices they are no model of this run.
         changes_base = adapters is not None and adapters.changes_base
         with engine.evaluating() if changes_base else engine.reference():
-            return score_dataset(context, context.engine, scored_splits, output)
+            return score_dataset(context, engine, scored_splits, output)
 
     def _read(
         self, splits_by_dataset: Sequence[tuple[TokenDataset, list[Split]]]
@@ -148,7 +152,7 @@ class ReferenceScores:
                 data = identity_of(dataset)
                 scores[data.hash] = find_scores(output, data)
                 for split in splits:
-                    scores[data.hash].sums(split)
+                    scores[data.hash].sums(split)  # raises DataError for a missing or corrupt file
             return scores
 
         work = self.context.long_work

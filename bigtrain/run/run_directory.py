@@ -7,6 +7,7 @@ its generation in ``generations/``, the time at which training began (UTC), and 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import socket
@@ -108,9 +109,8 @@ def layer_lines(
     directory = Path(run.config.output.directory)
     if has_checkpoints(directory):
         with suppress(OSError, ValueError, KeyError):
-            before = json.loads((directory / "environment.json").read_text(encoding="utf-8"))[
-                LAYERS
-            ]
+            environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+            before = environment[LAYERS]
             if before != path.words:
                 lines.append(
                     f"layers were {before} in the launch before: rounding differs from here on; "
@@ -144,7 +144,8 @@ FILE = "starts.jsonl"
 def note_start(
     directory: Path, *, generation: int | None, step: int, samples: int, world_size: int
 ) -> None:
-    """Append a line, on the main rank; a kill leaves at worst a partial one. Raises OSError."""
+    """Append a line to `starts.jsonl`, on the main rank; a kill leaves at worst a partial line, so
+    the next launch begins with a newline. Raises OSError."""
     line = {
         "generation": generation,
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
@@ -154,8 +155,9 @@ def note_start(
     }
     path = directory / FILE
     with path.open("a+b") as file:
-        end = file.seek(0, 2)
-        if end:
-            file.seek(end - 1)
-        before = b"" if not end or file.read(1) == b"\n" else b"\n"
-        file.write(before + json.dumps(line).encode() + b"\n")
+        num_bytes = file.seek(0, os.SEEK_END)
+        is_line_end = True
+        if num_bytes:
+            file.seek(num_bytes - 1)
+            is_line_end = file.read(1) == b"\n"
+        file.write((b"" if is_line_end else b"\n") + json.dumps(line).encode() + b"\n")

@@ -24,8 +24,8 @@ class RunView:
     """State of a run as a callback sees it; nothing in it can be changed.
 
     step, samples, tokens: trained so far. metrics: the last logged step, as a line of
-    ``metrics.jsonl``; evaluation: the metrics of the last evaluation of this launch; both are empty
-    before the first one, and metrics on all ranks but the main one. directory: of the run. config:
+    ``metrics.jsonl``, on the main rank; evaluation: the metrics of the last evaluation of this
+    launch; empty before the first logged step or evaluation. directory: of the run. config:
     its settings. checkpoint: at the point `checkpoint`, the directory that was written. stopped_by:
     at the point `end`, the name of the signal that stopped the run, or None. error: at the point
     `close`, the text of the error that ends the launch on this rank, or None.

@@ -71,8 +71,10 @@ def score_inputs(
             )
             for dataset in datasets.values()
         ]
-        missing = context.long_work.on_main_rank(lambda: _missing(scored_splits, options.output))
-        if missing:
+        incomplete = context.long_work.on_main_rank(
+            lambda: _incomplete_datasets(scored_splits, options.output)
+        )
+        if incomplete:
             context.heartbeat.set_activity("building the model", slow=True)
             mesh = open_mesh(
                 run.topology, world.rank, run.config.watchdog.collective_timeout_seconds
@@ -81,25 +83,25 @@ def score_inputs(
             engine = build(context, inputs, source, mesh)
             segment = SegmentContext(**vars(context), inputs=inputs, engine=engine)
             source.fill(segment, weights, sums)
-            for number in missing:
-                score_dataset(context, engine, scored_splits[number], options.output)
-                dataset = scored_splits[number].dataset
-                num_documents = sum(map(dataset.table.num_documents, scored_splits[number].splits))
-                directory = scores_directory(options.output, scored_splits[number].request.data)
+            for scored in (scored_splits[number] for number in incomplete):
+                score_dataset(context, engine, scored, options.output)
+                dataset = scored.dataset
+                num_documents = sum(map(dataset.table.num_documents, scored.splits))
+                directory = scores_directory(options.output, scored.request.data)
                 context.log.info(
                     f"{dataset.path}: {num_documents:,} documents scored, in {directory}"
                 )
             engine.close()
-        inputs_of_ranks = context.long_work.on_every_rank(
+        scores_by_rank = context.long_work.on_every_rank(
             lambda: [find_scores(options.output, scored.request.data) for scored in scored_splits]
         )
-        return inputs_of_ranks[world.rank]
+        return scores_by_rank[world.rank]
 
 
-def _missing(scored_splits: Sequence[ScoredSplits], output: Path) -> list[int]:
-    """Return the numbers of the datasets without complete scores. Raises DataError for other
-    scores."""
-    missing = []
+def _incomplete_datasets(scored_splits: Sequence[ScoredSplits], output: Path) -> list[int]:
+    """Return the indices of the datasets without complete scores. Raises DataError for scores that
+    another request made."""
+    incomplete = []
     for number, scored in enumerate(scored_splits):
         directory = scores_directory(output, scored.request.data)
         path = directory / REQUEST_NAME
@@ -111,7 +113,7 @@ def _missing(scored_splits: Sequence[ScoredSplits], output: Path) -> list[int]:
         try:
             scores = find_scores(output, scored.request.data)
             if set(scored.splits) - scores.record.splits.keys():
-                missing.append(number)
+                incomplete.append(number)
         except DataError:
-            missing.append(number)
-    return missing
+            incomplete.append(number)
+    return incomplete

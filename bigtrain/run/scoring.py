@@ -53,7 +53,7 @@ from bigtrain.system.files import file_checksum, writing
 MAX_ROWS = 8
 """Rows of a forward pass over short documents, as a multiple of the micro-batch."""
 _ACTIVITY = "scoring the data"
-_NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_IGNORED_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,16 @@ def model_identity(context: RunContext, inputs: Inputs, sums: Sums | None) -> Id
     checksums of the Hugging Face files `sums`, or of a checkpoint's manifest, or the seed of random
     weights. Collective. Raises CheckpointError on every rank without a complete checkpoint."""
     config, hf_config = context.config, inputs.hf_config
-    tree = {k: v for k, v in hf_config.to_dict().items() if k not in _NOT_OF_THE_MODEL}
+    tree = {k: v for k, v in hf_config.to_dict().items() if k not in _IGNORED_KEYS}
     digest = xxhash.xxh3_64(json.dumps(tree, sort_keys=True, default=str).encode())
     name = f"random weights of seed {config.seed}"
     if sums is not None:
         name = str(config.model.path or config.checkpoint.initialize_from)
-        skipped = {*TOKEN_FILES, "config.json"}
-        files = sorted((Path(path).name, file_sum.xxh3) for path, file_sum in sums.items())
-        digest.update(json.dumps([file for file in files if file[0] not in skipped]).encode())
+        # Of the files, only weights change the scores of tokens.
+        other_files = {*TOKEN_FILES, "config.json"}
+        sums_by_name = [(Path(path).name, file_sum.xxh3) for path, file_sum in sums.items()]
+        weight_sums = sorted(entry for entry in sums_by_name if entry[0] not in other_files)
+        digest.update(json.dumps(weight_sums).encode())
     elif config.checkpoint.initialize_from is not None:
         name = config.checkpoint.initialize_from
         directory = Path(config.checkpoint.initialize_from)
@@ -100,7 +102,7 @@ def score_dataset(
     and return them. Collective. Raises DataError on every rank if other scores are there."""
     work, request = context.long_work, scored.request
     directory = scores_directory(output, request.data)
-    writers: list[ScoreWriter] = []
+    writers: list[ScoreWriter] = []  # the writer of the main rank; empty on other ranks
 
     @writing(directory, OUTPUT_REMEDY)
     def begin() -> None:
@@ -110,7 +112,7 @@ def score_dataset(
     rows = ROWS.get(scored.dataset.table.rows)
     num_ids = scored.dataset.table.tokenizer.vocab_size
     top = TopTokens(request.top_k, num_ids) if request.top_k else None
-    splits: dict[Split, list[ScorePartRecord]] = {}
+    records: dict[Split, list[ScorePartRecord]] = {}
     longest: dict[Split, int] = {}
     for split in scored.splits:
         stream = split_stream(scored.dataset, split)
@@ -120,8 +122,9 @@ def score_dataset(
         if rows is not None and rows.has_mismatched:
             rated_stream = split_stream(scored.dataset, split)
             rated = RatedSamples(rated_stream, length, truncates=truncates)
-        longest[split], splits[split] = samples.longest, []
+        longest[split], records[split] = samples.longest, []
         for part in _parts(split, samples, request):
+            # A part that an earlier launch wrote is not computed again.
             record = work.on_main_rank(lambda part=part: writers[0].finished(part.name))  # type: ignore[misc]
             if record is None:
                 arrays = _compute(context, engine, samples, part=part, request=request, top=top)
@@ -133,11 +136,11 @@ def score_dataset(
                     return writers[0].write(part.name, part.first, part.num_tokens, arrays)
 
                 record = work.on_main_rank(write)
-            splits[split].append(record)
+            records[split].append(record)
 
     @writing(directory, OUTPUT_REMEDY)
     def close() -> None:
-        writers[0].close(splits, longest)
+        writers[0].close(records, longest)
 
     work.on_main_rank(close)
     return work.on_every_rank(lambda: open_scores(directory))[context.world.rank]
@@ -145,7 +148,8 @@ def score_dataset(
 
 @dataclass(frozen=True)
 class _Part:
-    """Documents `first` to `last` (exclusive), their tokens, and their samples."""
+    """Documents `first` to `last` (exclusive), with their number of tokens and the indices of the
+    samples."""
 
     name: str
     first: int
@@ -155,12 +159,13 @@ class _Part:
 
 
 def _parts(split: Split, samples: DocumentSamples, request: ScoreRequest) -> Iterator[_Part]:
-    """Yield parts of about `request.part_tokens` tokens, fewer if each has several values."""
-    size = max(1, request.part_tokens // max(1, request.top_k))
+    """Yield parts of about `request.part_tokens` stored values; a token has `top_k` values."""
+    part_tokens = max(1, request.part_tokens // max(1, request.top_k))
     lengths = samples.document_lengths
-    ends = np.cumsum(lengths)
-    _, firsts = np.unique(np.maximum(ends - 1, 0) // size, return_index=True)
-    borders = [*firsts.tolist(), len(lengths)]
+    # A document belongs to the part in which its last token is.
+    last_tokens = np.maximum(np.cumsum(lengths) - 1, 0)
+    _, first_documents = np.unique(last_tokens // part_tokens, return_index=True)
+    borders = [*first_documents.tolist(), len(lengths)]
     for number, (first, last) in enumerate(pairwise(borders)):
         low, high = np.searchsorted(samples.documents, [first, last]).tolist()
         num_tokens = int(lengths[first:last].sum())
@@ -177,48 +182,49 @@ def _compute(
     top: TopTokens | None,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of a part, on every rank; `top`: tokens to store. Collective."""
-    top_k, count = request.top_k, len(part.samples)
-    num_values = part.num_tokens if request.kind != "documents" else 0
-    num_top = num_values if top_k else 0
+    top_k, num_samples = request.top_k, len(part.samples)
+    num_tokens = part.num_tokens if request.kind != "documents" else 0
+    num_top = num_tokens if top_k else 0
     values: dict[str, npt.NDArray[Any]] = {
-        "sums": np.zeros(count, np.float64),
-        "targets": np.zeros(count, np.int64),
-        "tokens": np.zeros(num_values if request.kind == "tokens" else 0, np.float32),
+        "sums": np.zeros(num_samples, np.float64),
+        "targets": np.zeros(num_samples, np.int64),
+        "tokens": np.zeros(num_tokens if request.kind == "tokens" else 0, np.float32),
         "top_values": np.zeros((num_top, top_k), np.float32),
         "top_ids": np.zeros((num_top, top_k), np.int32),
     }
 
     # Score the samples of this rank, in micro-batches of similar length.
-    begins = np.cumsum(samples.document_lengths[part.first : part.last])
-    begins -= samples.document_lengths[part.first : part.last]
+    document_lengths = samples.document_lengths[part.first : part.last]
+    document_begins = np.cumsum(document_lengths) - document_lengths
     reader = BatchReader(samples, BatchOptions())
-    counts = engine.mesh.coordinates.is_first(
-        "data", *MODEL_AXES
-    )  # one rank of a model-parallel group
+    # Of the ranks of a model-parallel group, which get equal scores, one adds them to the sum.
+    is_counted = engine.mesh.coordinates.is_first("data", *MODEL_AXES)
     lengths = samples.lengths[part.samples]
-    for numbers, batch in _batches(engine, part.samples, lengths, reader.read):
+    for sample_numbers, batch in _batches(engine, part.samples, lengths, reader.read):
         context.heartbeat.set_activity(_ACTIVITY, slow=True)
         scores = engine.token_scores(batch, top).numpy()
-        if not counts:
+        if not is_counted:
             continue
         labels = batch.labels.numpy()
-        for row, number in enumerate(numbers.tolist()):
-            length = int(samples.lengths[number]) - 1
-            row_scores = scores[row, :length]
+        for row, number in enumerate(sample_numbers.tolist()):
+            num_targets = int(samples.lengths[number]) - 1  # the first token has no score
+            # Columns: log-probability of the target, values of the top tokens, their ids.
+            row_scores = scores[row, :num_targets]
             sample = number - int(part.samples[0])
             values["sums"][sample] = row_scores[:, 0].sum(dtype=np.float64)
-            values["targets"][sample] = (labels[row, :length] != IGNORED_LABEL).sum()
-            begin = int(begins[samples.documents[number] - part.first] + samples.offsets[number])
-            positions = slice(begin + 1, begin + 1 + length)
+            values["targets"][sample] = (labels[row, :num_targets] != IGNORED_LABEL).sum()
+            document = samples.documents[number] - part.first
+            begin = int(document_begins[document] + samples.offsets[number])
+            positions = slice(begin + 1, begin + 1 + num_targets)
             if request.kind == "tokens":
                 values["tokens"][positions] = row_scores[:, 0]
             if num_top:
                 values["top_values"][positions] = row_scores[:, 1 : 1 + top_k]
                 values["top_ids"][positions] = row_scores[:, 1 + top_k :]
 
-    # Every value was computed by one rank, so that sums over ranks are exact; parts of a long
-    # document add up.
+    # Each value was computed by one rank, so that sums over ranks are exact.
     summed = {name: _summed(array, engine) for name, array in values.items()}
+    # The values of a document are the sums over its samples.
     documents = samples.documents[part.samples] - part.first
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name in ("sums", "targets"):
@@ -238,17 +244,19 @@ def _mismatched_sums(
     [documents], on every rank. Collective."""
     reader = BatchReader(rated, BatchOptions())
 
-    def read(numbers: Indices, rows: int) -> MicroBatch:
+    def read_mismatched(numbers: Indices, rows: int) -> MicroBatch:
+        # The second row of each pair has the mismatched answer.
         return reader.read(numbers, rows).of_pairs().every_second(1)
 
     documents = np.arange(part.first, part.last)
+    lengths = rated.mismatched_lengths(documents)
     sums = np.zeros(len(documents), np.float64)
-    counts = engine.mesh.coordinates.is_first("data", *MODEL_AXES)
-    for numbers, batch in _batches(engine, documents, rated.mismatched_lengths(documents), read):
+    is_counted = engine.mesh.coordinates.is_first("data", *MODEL_AXES)
+    for numbers, batch in _batches(engine, documents, lengths, read_mismatched):
         context.heartbeat.set_activity(_ACTIVITY, slow=True)
-        values = engine.token_scores(batch).numpy()[: len(numbers), :, 0]
-        if counts:
-            sums[numbers - part.first] = values.sum(1, dtype=np.float64)
+        target_scores = engine.token_scores(batch).numpy()[: len(numbers), :, 0]
+        if is_counted:
+            sums[numbers - part.first] = target_scores.sum(1, dtype=np.float64)
     return _summed(sums, engine)
 
 
@@ -258,29 +266,30 @@ def _batches(
     lengths: Indices,
     read: Callable[[Indices, int], MicroBatch],
 ) -> Iterator[tuple[Indices, MicroBatch]]:
-    """Yield this rank's part of `samples`, longest first, in micro-batches that are as wide as the
-    longest of all ranks; every rank gets an equal number of micro-batches, padded after the last
-    sample. lengths: tokens of each sample; read: returns samples in a number of rows."""
-    plan, own_rank = engine.plan, engine.mesh.coordinates.data_rank
+    """Yield this rank's part of `samples`, longest first, as indices of samples and the micro-batch
+    with these samples, which is as wide as the longest sample of all ranks. Every rank gets an
+    equal number of micro-batches, padded after the last sample. lengths: tokens of each sample;
+    read: returns samples in a number of rows."""
+    plan, data_rank = engine.plan, engine.mesh.coordinates.data_rank
     longest_first = np.argsort(-lengths, kind="stable")
-    order, widths = samples[longest_first], np.maximum(1, lengths[longest_first] - 1)
+    sorted_samples, sorted_widths = samples[longest_first], lengths[longest_first] - 1
     begin = 0
-    while begin < len(order):
-        width = int(widths[begin])
+    while begin < len(sorted_samples):
+        # Short samples fill the token budget of a micro-batch with more rows.
+        width = max(1, int(sorted_widths[begin]))
         rows = plan.micro_batch_size * max(1, min(MAX_ROWS, plan.sequence_length // width))
-        low = begin + own_rank * rows
-        numbers = order[low : low + rows]
+        rank_begin = begin + data_rank * rows
+        numbers = sorted_samples[rank_begin : rank_begin + rows]
         batch = read(numbers, rows)
-        inputs, labels = (
-            tensor[:, :width].contiguous() for tensor in (batch.input_ids, batch.labels)
-        )
+        inputs = batch.input_ids[:, :width].contiguous()
+        labels = batch.labels[:, :width].contiguous()
         yield numbers, MicroBatch(inputs, labels)
         begin += rows * plan.data_size
 
 
 def _summed(array: npt.NDArray[Any], engine: TrainEngine) -> npt.NDArray[Any]:
-    """Return the sum of `array` over the ranks with other samples, each element of which is zero on
-    all ranks but one."""
+    """Return the sum of `array` over the data-parallel ranks, which score different samples: each
+    element is zero on all ranks but one."""
     if not array.size:
         return array
     total = torch.from_numpy(array).to(engine.device)

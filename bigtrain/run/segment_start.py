@@ -103,6 +103,7 @@ def open_engine(launch: Launch, segment: Segment) -> Iterator[SegmentContext]:
     engine = build(context, inputs, launch.source, launch.mesh)
     if launch.times is not None:
         launch.times.end(MODEL)
+        # A segment may be begun several times before its first step: its plan is logged once.
         if launch.logged_segment is not segment:
             launch.logged_segment = segment
             _log_plan(context, inputs, engine)
@@ -122,9 +123,9 @@ def _log_plan(context: RunContext, inputs: Inputs, engine: TrainEngine) -> None:
         )
     for note in settings.notes:
         log.info(note)
-    placement = [topology.describe(), *topology.crossings(context.hosts)]
-    plan = inputs.model_plan.lines(context.plan.accumulation)
-    for line in (*placement, *plan, *inputs.notes):
+    placement_lines = [topology.describe(), *topology.crossings(context.hosts)]
+    plan_lines = inputs.model_plan.lines(context.plan.accumulation)
+    for line in (*placement_lines, *plan_lines, *inputs.notes):
         if line:
             log.info(line)
     for report in inputs.packing:
@@ -152,40 +153,48 @@ def build(context: RunContext, inputs: Inputs, source: WeightsSource, mesh: Mesh
 
 
 def _check_tensor_plan(context: RunContext, inputs: Inputs, mesh: Mesh) -> None:
-    """Verify the model's tensor-parallel plan in the main rank's tensor-parallel group, unless that
-    is cached. Collective; raises ModelError on every rank."""
+    """Verify the model's tensor-parallel plan in the main rank's tensor-parallel group, unless the
+    cache has a verified plan. Collective; raises ModelError on every rank."""
     from bigtrain.models.equivalence.tensor_parallel import check_tensor_plan
 
     config, work = context.config, context.long_work
-    settings = config.model.attention, config.batch.sequence_length
+    attention, sequence_length = config.model.attention, config.batch.sequence_length
     size, adapters = context.topology.tensor_size, config.adapters
     adapter_settings = None if adapters is None else adapters.model_dump(mode="json")
-    key = trial_key(inputs.hf_config, "tensor", size, settings, adapter_settings)
+    key = trial_key(
+        inputs.hf_config, "tensor", size, (attention, sequence_length), adapter_settings
+    )
     if key is not None and work.on_main_rank(lambda: cache_get(KIND, key) is not None):
         return
     failure: ModelError | None = None
     if 0 in dist.get_process_group_ranks(mesh.tensor):
         try:
             check_tensor_plan(
-                inputs.hf_config, *settings, mesh.tensor, context.device, adapters=adapters
+                inputs.hf_config,
+                attention,
+                sequence_length,
+                mesh.tensor,
+                context.device,
+                adapters=adapters,
             )
         except ModelError as error:
             failure = error
 
-    def decide() -> None:
+    def raise_or_cache() -> None:
         if failure is not None:
             raise failure
         if key is not None:
             cache_put(KIND, key, {"is_right": True})
 
-    work.on_main_rank(decide)
+    work.on_main_rank(raise_or_cache)
 
 
 def resume(
     launch: Launch, segment: Segment, context: SegmentContext
 ) -> Resumed | Finished | ContinueAt:
-    """Resume or start, with the run token acquired. Another engine must continue if the checkpoint
-    is of another segment, and if a corrupt checkpoint may have filled parts of this engine.
+    """Restore the newest checkpoint or initial weights, and acquire the run token. Return
+    ContinueAt, for a new engine, if the checkpoint belongs to another segment, or if a corrupt
+    checkpoint may have filled parts of this engine; Finished if the run was complete before.
     Collective."""
 
     def with_initial_weights() -> SegmentContext:
@@ -229,7 +238,7 @@ def resume(
         context.signals.listen()
         if acquire_run_directory(context, state):
             return Resumed(context, state, batches, evaluator)
-        # An earlier launch has saved a newer checkpoint in the meantime: resume from this one.
+        # An earlier launch has saved a newer checkpoint in the meantime: resume from that one.
         batches.close()
 
 
@@ -265,40 +274,41 @@ def _open_data(
 
 
 def refuse_other_samples(context: RunContext, inputs: Inputs) -> None:
-    """Compare the items that each rank has read before the run, of samples of user code.
-    Collective; raises DataError on every rank if they differ."""
+    """Compare the items of user code that each rank has read before the run. Collective; raises
+    DataError on every rank if the items differ between ranks."""
     dataset = inputs.datasets[0]
     if isinstance(dataset, StreamDataset | SourceDataset):
-        sums = context.long_work.on_every_rank(lambda: inputs.data_hash)
+        checksums = context.long_work.on_every_rank(lambda: inputs.data_hash)
         items_text = "its first items" if isinstance(dataset, StreamDataset) else "its items"
-        _refuse_differences(dataset.train.items, sums, items_text)
+        _refuse_differences(dataset.train.items, checksums, items_text)
 
 
 def with_position(context: RunContext, batches: TrainingBatches, state: TrainState) -> TrainState:
-    """Return `state`, at the end of a step, with the position of a stream of samples. Collective
-    for a stream; raises DataError on every rank if ranks have read different items, and the errors
-    of the stream."""
+    """Return `state`, at the end of a step, with the position of a stream of samples; `state`
+    itself without a stream. Collective for a stream; raises DataError on every rank if ranks have
+    read different items, and the errors of the stream."""
     stream = batches.stream
     if stream is None:
         return state
     position = None
 
-    def look() -> str:
+    def read_position() -> str:
         nonlocal position
         position = stream.position_at(state.samples)
         return position.checksum
 
-    sums = context.long_work.on_every_rank(look)
-    _refuse_differences(stream.items, sums, f"the items before {state.samples}")
+    checksums = context.long_work.on_every_rank(read_position)
+    _refuse_differences(stream.items, checksums, f"the items before {state.samples}")
     return replace(state, stream=position)
 
 
-def _refuse_differences(items: ItemReader, sums: Sequence[str], items_text: str) -> None:
-    differing_rank = next((rank for rank, checksum in enumerate(sums) if checksum != sums[0]), None)
-    if differing_rank is not None:
-        raise DataError(
-            f"{items.name}: {items_text} are others on rank {differing_rank} (checksum "
-            f"{sums[differing_rank]}) than on rank 0 ({sums[0]}), and every rank must read the "
-            f"same samples ({location(items.source_class)}) -> let them depend on "
-            "data.samples.settings only, not on rank, host, time or hash()"
-        )
+def _refuse_differences(items: ItemReader, checksums: Sequence[str], items_text: str) -> None:
+    """Raise DataError if a rank's checksum of the items differs from rank 0's."""
+    for rank, checksum in enumerate(checksums):
+        if checksum != checksums[0]:
+            raise DataError(
+                f"{items.name}: {items_text} are others on rank {rank} (checksum "
+                f"{checksum}) than on rank 0 ({checksums[0]}), and every rank must read the "
+                f"same samples ({location(items.source_class)}) -> let them depend on "
+                "data.samples.settings only, not on rank, host, time or hash()"
+            )

@@ -68,6 +68,7 @@ def inspect_segments(
         inputs = inspect_inputs(run, check, samples)
         counted, lines = with_steps(run, inputs.datasets)
         return (Segment(0, counted.config.train.total_steps, counted, inputs),), lines
+    # The steps after the last phase are a segment, too: `run.phases` has an entry for them.
     ends = (*run.config.batch.ends(), run.config.train.total_steps)
     segments: list[Segment] = []
     problems: list[Problem] = []
@@ -75,7 +76,8 @@ def inspect_segments(
     for number, (end, phase) in enumerate(zip(ends, run.phases, strict=True)):
         try:
             if begin < end:
-                segments.append(Segment(begin, end, phase, inspect_inputs(phase, check, samples)))
+                inputs = inspect_inputs(phase, check, samples)
+                segments.append(Segment(begin, end, phase, inputs))
         except ConfigError as error:
             problems += in_phase(run.config, number, error.problems, problems)
         begin = end

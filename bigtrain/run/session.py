@@ -41,12 +41,13 @@ def open_session(
     """Join the process group; nothing is written yet. Collective over all ranks. `signals`: the
     handler that the program installed; None installs one."""
     watchdog, logging = run.config.watchdog, run.config.logging
-    limits = watchdog.rendezvous_timeout_seconds, watchdog.collective_timeout_seconds
     with (
         warnings.catch_warnings(),
         StopSignals() if signals is None else nullcontext(signals) as stop_signals,
-        runtime_settings(run, world) as settings,
-        process_group(world, *limits) as joined,
+        runtime_settings(run, world) as settings_lines,
+        process_group(
+            world, watchdog.rendezvous_timeout_seconds, watchdog.collective_timeout_seconds
+        ) as joined,
     ):
         # Caused by DeepSpeed's own calls; users cannot avoid them.
         warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
@@ -68,7 +69,7 @@ def open_session(
             library_log(log.to_file, is_shown=logging.deepspeed == "shown"),
         ):
             try:
-                for line in settings:
+                for line in settings_lines:
                     log.info(line)
                 yield context
             finally:
@@ -85,17 +86,17 @@ def verify_data(context: RunContext) -> None:
 
     start = time.perf_counter()
     shards = ListedShards(context.config.data)
-    share = rank_slice(shards.num_bytes.tolist(), context.world.rank, context.world.size)
-    texts_by_rank = context.long_work.on_every_rank(
-        lambda: [text for number in share for text in shards.problems(number)]
+    shard_numbers = rank_slice(shards.num_bytes.tolist(), context.world.rank, context.world.size)
+    problems_by_rank = context.long_work.on_every_rank(
+        lambda: [text for number in shard_numbers for text in shards.problems(number)]
     )
-    corrupt = sorted(text for texts in texts_by_rank for text in texts)
-    if corrupt:
-        lines = corrupt[:_NUM_SHOWN_FILES]
-        if len(corrupt) > _NUM_SHOWN_FILES:
-            lines.append(f"and {len(corrupt) - _NUM_SHOWN_FILES} more")
+    problems = sorted(text for texts in problems_by_rank for text in texts)
+    if problems:
+        lines = problems[:_NUM_SHOWN_FILES]
+        if len(problems) > _NUM_SHOWN_FILES:
+            lines.append(f"and {len(problems) - _NUM_SHOWN_FILES} more")
         raise DataError(
-            f"{len(corrupt)} of {shards.num_files} files of the data are corrupt -> restore them, "
+            f"{len(problems)} of {shards.num_files} files of the data are corrupt -> restore them, "
             "or remove the dataset and tokenize again:\n" + "\n".join(f"  {text}" for text in lines)
         )
     gigabytes = shards.num_bytes.sum() / 1e9
@@ -115,7 +116,7 @@ def begin_writing(
     the directory is claimed. Returns the main rank's copies, if checkpoints are copied to an
     address. Raises OutputError on every rank if the directory cannot be written."""
     config, directory, base = context.config, context.directory, context.base
-    copies: list[RunCopies] = []
+    copies: list[RunCopies] = []  # not the result of `begin`, which is sent to all ranks
 
     @writing(directory, OUTPUT_REMEDY)
     def begin() -> None:
@@ -133,7 +134,7 @@ def begin_writing(
             record_base(config.model.path, base.weights, directory / BASE)
         if prediction is not None:
             prediction.write(directory)
-        # The scheduler has started the run again, as the previous launch asked.
+        # The request of the previous launch to the scheduler: it has started this launch.
         (directory / REQUEUE).unlink(missing_ok=True)
         note_start(
             directory,
@@ -149,9 +150,9 @@ def begin_writing(
             run_copies = RunCopies(directory, config.output.copy_to)
             copies.append(run_copies)
             # The previous launch may not have finished copying the newest checkpoint.
-            saved = sorted((directory / "checkpoints").glob("step-????????"))
-            if saved:
-                run_copies.add(saved[-1])
+            step_directories = sorted((directory / "checkpoints").glob("step-????????"))
+            if step_directories:
+                run_copies.add(step_directories[-1])
 
     context.long_work.on_main_rank(begin)
     return copies[0] if copies else None

@@ -44,13 +44,14 @@ def _file_system(directory: Path) -> str | None:
     it."""
     with suppress(OSError, ValueError, IndexError):
         path, file_system = directory.resolve(), None
-        longest = -1
+        most_parts = -1
         for line in Path("/proc/self/mounts").read_text().splitlines():
-            mount, mount_kind = line.split()[1:3]
-            point = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), mount))
-            # The last of several mounts at one point is the visible one.
-            if path.is_relative_to(point) and len(point.parts) >= longest:
-                longest, file_system = len(point.parts), mount_kind
+            escaped_path, mount_type = line.split()[1:3]
+            # Spaces of a path are written as the octal code \040.
+            mount = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped_path))
+            # The deepest mount holds `directory`; of several at one path, the last is visible.
+            if path.is_relative_to(mount) and len(mount.parts) >= most_parts:
+                most_parts, file_system = len(mount.parts), mount_type
         return file_system
     return None
 
@@ -58,23 +59,22 @@ def _file_system(directory: Path) -> str | None:
 def size_line(section: MemoryCheckpointSection, bytes_per_rank: float, num_ranks: int = 1) -> str:
     """Return a line that compares what checkpoints in memory take with this host's file system.
     bytes_per_rank: of all copies of a rank's part in the directory."""
-    total, _, free = shutil.disk_usage(section.directory)
-    need = bytes_per_rank * num_ranks
+    total_bytes, _, free_bytes = shutil.disk_usage(section.directory)
+    needed_bytes = bytes_per_rank * num_ranks
     ranks = "one rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    text = f"checkpoints in memory: {need / GIB:.3g} GiB for {ranks} of a host in "
-    text += f"{section.directory}, which has {free / GIB:.3g} of {total / GIB:.3g} GiB free here"
-    return (
-        text
-        if need + SPARE_BYTES <= free
-        else f"{text}: too small, so only those on disk will be written"
-    )
+    line = f"checkpoints in memory: {needed_bytes / GIB:.3g} GiB for {ranks} of a host in "
+    line += f"{section.directory}, which has {free_bytes / GIB:.3g} of {total_bytes / GIB:.3g} "
+    line += "GiB free here"
+    if needed_bytes + SPARE_BYTES > free_bytes:
+        line += ": too small, so only those on disk will be written"
+    return line
 
 
 def memory_lines(
     prediction: RunPrediction, section: MemoryCheckpointSection, num_ranks: int = 1
 ) -> list[str]:
-    """Return lines on what checkpoints in memory are predicted to take: of `num_ranks` of this host
-    in its file system, and on a known device in time."""
+    """Return lines on the predicted space of checkpoints in memory, for `num_ranks` ranks of this
+    host, and on the predicted time, if the device is known."""
     costs = prediction.memory_checkpoints
     assert costs is not None
     lines = [size_line(section, costs.directory_bytes, num_ranks)]

@@ -16,18 +16,14 @@ from bigtrain.system.text_record import TextRecord
 def text_record(tokenizers: Sequence[TokenizerRecord]) -> TextRecord:
     """Return how texts of a mixture's datasets begin and end. The first plain-text dataset decides
     how they begin; conversations begin according to their template."""
-    first = next(
-        (tokenizer for tokenizer in tokenizers if tokenizer.chat_template is None), tokenizers[0]
+    plain_tokenizers = [tokenizer for tokenizer in tokenizers if tokenizer.chat_template is None]
+    first = (plain_tokenizers or tokenizers)[0]
+    document_end_ids = [tokenizer.end_of_document_id for tokenizer in (first, *tokenizers)]
+    answer_end_ids = sorted(
+        {token_id for tokenizer in tokenizers for token_id in tokenizer.answer_end_ids or ()}
     )
-    documents = [
-        first.end_of_document_id,
-        *(tokenizer.end_of_document_id for tokenizer in tokenizers),
-    ]
-    answers = sorted(
-        {number for tokenizer in tokenizers for number in tokenizer.answer_end_ids or ()}
-    )
-    stops = tuple(dict.fromkeys((*documents, *answers)))
-    return TextRecord(first.beginning_ids, first.end_of_document_id, stops)
+    stop_ids = tuple(dict.fromkeys((*document_end_ids, *answer_end_ids)))
+    return TextRecord(first.beginning_ids, first.end_of_document_id, stop_ids)
 
 
 def resolve_text_ids(
@@ -43,8 +39,9 @@ def resolve_text_ids(
         tokenizer = load_tokenizer(str(datasets[0].tokenizer_path)).huggingface
         return None if tokenizer.bos_token_id is None else int(tokenizer.bos_token_id)
 
-    def are_written() -> bool:
-        # Rows that a user or a class tokenized begin and end as they like.
+    def ids_are_in_data() -> bool:
+        """Return whether bigtrain tokenized the data. Rows that a user or a class tokenized need
+        not begin and end with the ids of the tokenizer."""
         for dataset in datasets:
             if isinstance(dataset, SourceDataset | StreamDataset):
                 return False
@@ -57,7 +54,7 @@ def resolve_text_ids(
         text_record(tokenizers),
         ", ".join(str(dataset.path) for dataset in datasets),
         max(tokenizer.vocab_size for tokenizer in tokenizers),
-        are_written,
+        ids_are_in_data,
         beginning_token,
     )
     return model_text_ids(

@@ -57,6 +57,7 @@ def train_inputs(
     its result on every rank. Collective over all ranks of `world`. `notes`: lines for log.txt from
     before. `caller_callbacks`: callbacks of the calling program."""
     first = segments[0]
+    # The launch has the settings with the phases; a segment has the batch of a phase.
     run = replace(first.run, config=first.run.recorded_config)
     source = weights_source(run.config)
     weights = source.find(run.config, first.inputs)
@@ -79,8 +80,9 @@ def train_inputs(
         refuse_other_samples(context, first.inputs)
         callbacks = enter(Callbacks(context, caller_callbacks))
         # The segment with the largest micro-batch needs the most memory.
-        largest = max(segments, key=lambda segment: segment.run.plan.micro_batch_tokens)
-        prediction = log_prediction(replace(context, run=largest.run), largest.inputs)
+        largest_segment = max(segments, key=lambda segment: segment.run.plan.micro_batch_tokens)
+        prediction_context = replace(context, run=largest_segment.run)
+        prediction = log_prediction(prediction_context, largest_segment.inputs)
         # All segments share the process groups.
         mesh = open_mesh(run.topology, world.rank, run.config.watchdog.collective_timeout_seconds)
         context.heartbeat.set_activity("opening the connections of all groups", slow=True)
@@ -105,7 +107,8 @@ def train_inputs(
                 if context.device.type == "cuda":
                     torch.cuda.empty_cache()
         received = outcome.signal if isinstance(outcome, Interrupted) else None
-        return closing_result(replace(context, run=segment.run), outcome.step, received)
+        last_context = replace(context, run=segment.run)
+        return closing_result(last_context, outcome.step, received)
 
 
 def _train_segment(launch: Launch, segment: Segment) -> Outcome:
@@ -132,7 +135,8 @@ def _train_segment(launch: Launch, segment: Segment) -> Outcome:
         state = outer.begin(resumed.state)
         enter(closed_at_end(outer))
         start_times, launch.times = launch.times, None
-        if start_times is not None:
+        is_first_segment = start_times is not None  # that this launch trains
+        if is_first_segment:
             launch_context = replace(context, run=launch.context.run)
             launch.copies = begin_writing(launch_context, state, launch.prediction, teacher)
         # A reference model scores with the weights as they are now, before any step.
@@ -153,9 +157,10 @@ def _train_segment(launch: Launch, segment: Segment) -> Outcome:
 
             memory_saver = enter(memory_saver_of(context, saver, launch.memory))
         if is_over(config, state):
-            # Other sites may have ended the run without this one, or this one has to.
+            # Other sites may have ended the run without this site, or this site has to end it.
             state = outer.make_last(state)
-            if state == resumed.state:
+            is_saved = state == resumed.state
+            if is_saved:
                 saver.finish_retention(state.step)
             else:
                 saver.save(state, {})

@@ -219,7 +219,7 @@ def receive_slowly(copies: int, seconds: float | None) -> None:
     """Take longer, or forever, for what arrives of a partner's files after some of them."""
     from bigtrain.run.checkpointing import host_files
 
-    write, close, num_closed = host_files._Target.write, host_files._Target.close, 0
+    write, close, num_closed = host_files._FileWriter.write, host_files._FileWriter.close, 0
 
     def slow(self: Any, chunk: Any) -> None:
         if num_closed >= copies:
@@ -231,8 +231,8 @@ def receive_slowly(copies: int, seconds: float | None) -> None:
         num_closed += 1
         return close(self)
 
-    host_files._Target.write = slow  # type: ignore[method-assign]
-    host_files._Target.close = counted  # type: ignore[method-assign]
+    host_files._FileWriter.write = slow  # type: ignore[method-assign]
+    host_files._FileWriter.close = counted  # type: ignore[method-assign]
 
 
 def write_late(steps: int) -> None:

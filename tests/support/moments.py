@@ -79,7 +79,7 @@ class Moments:
     def _log_saves(self) -> None:
         from bigtrain.run.checkpointing.memory_saver import MemorySaver
 
-        settle = MemorySaver._settle
+        settle = MemorySaver._count_last_save
 
         def logged(saver: MemorySaver, *, has_failed: bool) -> None:
             settle(saver, has_failed=has_failed)
@@ -92,7 +92,7 @@ class Moments:
             forget(saver)
             self._write(event="forgot")
 
-        MemorySaver._settle = logged  # type: ignore[method-assign]
+        MemorySaver._count_last_save = logged  # type: ignore[method-assign]
         MemorySaver.forget = logged_forget  # type: ignore[method-assign]
 
     def _counted(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """Parts of full parameters and optimizer states that a rank owns, as views of DeepSpeed's storage.
 
-A parameter is sharded twice: tensor parallelism leaves this rank a shard
-(`bigtrain.models.parallel.sharding`), ZeRO a flat range of that shard. Frozen parameters that a
-base's file stores in another dtype than the run's are kept in host memory
-(`ExactParameters.frozen`) by one of the ranks with an equal range.
+A parameter is sharded twice: tensor parallelism gives this rank a shard
+(`bigtrain.models.parallel.sharding`), and ZeRO a flat range of the shard. If a base's file stores a
+frozen parameter in another dtype than the run's, the values of the file are kept in host memory
+(`ExactParameters.frozen`) on one of the ranks with an equal range.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Fragment:
     is_replicated: bool = False
 
     def parts(self, state_name: str) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield (rectangle of the full parameter, view) of everything that the fragment covers."""
+        """Yield the rectangles of the full parameter that the fragment covers, with views."""
         yield from cut_parts(self.shard, self.start, self.tensors[state_name])
 
 
@@ -86,9 +86,9 @@ def small_state_fragments(engine: Any, model: nn.Module, tensor_rank: int) -> li
 
 @torch.no_grad()
 def ensure_optimizer_states(engine: Any) -> None:
-    """Make a fresh optimizer allocate its states, without changing masters. It makes one update
-    with zero gradients and zero learning rate, since optimizers allocate their states on the first
-    update. That update is not counted."""
+    """Make a fresh optimizer allocate its states, without changing masters: make one update with
+    zero gradients and zero learning rate, since optimizers allocate states on the first update. The
+    update is not counted."""
     optimizer = inner_optimizer(engine)
     if optimizer.state:
         return
@@ -117,7 +117,8 @@ def ensure_optimizer_states(engine: Any) -> None:
 
 
 def optimizer_step_count(engine: Any) -> int:
-    """Updates the optimizer has made, as it counts them for bias correction."""
+    """Return the number of updates that the optimizer has made, as it counts them for bias
+    correction."""
     for state in inner_optimizer(engine).state.values():
         if "step" in state:
             return int(state["step"])
@@ -142,17 +143,17 @@ def to_fill(
     is_saved: bool = True,
 ) -> Fragment:
     """Return the fragment into which the values of `fragment`, a part of a frozen parameter, are
-    read from a file that stores the parameter in `dtype`. It is `fragment` itself if its tensor
-    has this dtype, if `dtype` is not a floating-point dtype, or if nobody needs the exact values:
-    no module reads them, and checkpoints do not contain them (`is_saved`). Otherwise it has a new
-    tensor of `dtype`, which `exact` keeps if it must."""
+    read from a file that stores the parameter in `dtype`: `fragment` itself, or one with a new
+    tensor of `dtype`, which `exact` keeps on this rank if it has to. A new tensor is needed if the
+    dtypes differ, `dtype` is a floating-point dtype, and the exact values are used: by a module, or
+    by checkpoints (`is_saved`)."""
     master = fragment.tensors[MASTER]
     exact.frozen.pop(fragment.name, None)
     is_read = fragment.name in exact.values
     if dtype == master.dtype or not dtype.is_floating_point or not (is_saved or is_read):
         return fragment
     values = torch.empty(master.numel(), dtype=dtype)
-    keeps_values = is_read or not fragment.is_replicated or _keeps(fragment, mesh)
+    keeps_values = is_read or not fragment.is_replicated or _is_keeper(fragment, mesh)
     exact.frozen[fragment.name] = values if keeps_values else None
     return replace(fragment, tensors={MASTER: values})
 
@@ -164,19 +165,20 @@ def as_saved(exact: ExactParameters, fragments: Iterable[Fragment], mesh: Mesh) 
     for fragment in fragments:
         name = fragment.name
         if name in exact.owned and MASTER in fragment.tensors:
-            flat, number = exact.values[name].view(-1), fragment.tensors[MASTER].numel()
-            exact_value = flat.narrow(0, fragment.start, number)
+            flat, num_elements = exact.values[name].view(-1), fragment.tensors[MASTER].numel()
+            exact_value = flat.narrow(0, fragment.start, num_elements)
             saved.append(replace(fragment, tensors={MASTER: exact_value}))
         elif name not in exact.frozen:
             saved.append(fragment)
-        elif not fragment.is_replicated or _keeps(fragment, mesh):
+        elif not fragment.is_replicated or _is_keeper(fragment, mesh):
             values = exact.frozen[name]
             assert values is not None
             saved.append(replace(fragment, tensors={MASTER: values}, is_replicated=False))
     return saved
 
 
-def _keeps(fragment: Fragment, mesh: Mesh) -> bool:
-    """Return whether this rank, among ranks with an equal range, keeps the fragment."""
+def _is_keeper(fragment: Fragment, mesh: Mesh) -> bool:
+    """Return whether this rank, among ranks with an equal range, keeps the fragment. The names
+    spread the fragments over the ranks."""
     group = mesh.expert_replicas if fragment.shard.over == "expert" else mesh.replicas
     return crc32(fragment.name.encode()) % dist.get_world_size(group) == dist.get_rank(group)

@@ -41,12 +41,12 @@ from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.system.boxes import Box, Numbers, ShardRanges
 from bigtrain.system.storage.direct_file import ALIGNMENT
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A rectangle of the tensor `key`, of this shape, in the memory of this rank."""
+    """Rectangle `box` of the tensor `key` with the full `shape`, in the memory of this rank."""
 
     key: str
     shape: Numbers
@@ -54,9 +54,9 @@ class _Chunk:
     view: torch.Tensor
 
     def part(self) -> NewPart:
-        if self.view.dtype not in _NAMES:
+        if self.view.dtype not in _DTYPE_NAMES:
             raise CheckpointError(f"{self.key}: {self.view.dtype} cannot be saved")
-        name = _NAMES[self.view.dtype]
+        name = _DTYPE_NAMES[self.view.dtype]
         content = self.view.detach()
         return NewPart(
             self.key, self.shape, self.box, name, lambda: memory_of(content.cpu().contiguous())
@@ -77,9 +77,9 @@ def _chunks(fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor]) 
 
 
 class Staging:
-    """Host memory that saves are copied to (pinned for GPUs), reused by the next save. copies:
-    False to write from the live tensors. pinned_limit_bytes: how much this rank may pin; a larger
-    copy goes to pageable memory, several times slower."""
+    """Host memory to which saves are copied (pinned for GPUs), reused by the next save. copies:
+    False to write from the live tensors. pinned_limit_bytes: largest pinned copy of this rank; a
+    larger copy goes to pageable memory, several times slower."""
 
     def __init__(self, *, copies: bool = True, pinned_limit_bytes: int | None = None) -> None:
         self._copies = copies
@@ -101,16 +101,18 @@ class Staging:
         bytes of the file; None if nothing was copied."""
         if not self._copies:
             return chunks, None
-        by_name = {chunk.part().name: chunk for chunk in chunks}
-        ordered = [by_name[part.name] for part in in_file_order(c.part() for c in chunks)]
+        chunk_of_part = {chunk.part().name: chunk for chunk in chunks}
+        parts = in_file_order(chunk.part() for chunk in chunks)
+        ordered = [chunk_of_part[part.name] for part in parts]
         num_bytes = sum(chunk.view.numel() * chunk.view.itemsize for chunk in chunks)
         on_gpu = any(chunk.view.is_cuda for chunk in chunks)
-        # A buffer, aligned to `ALIGNMENT`; reused while the size stays.
-        if self._arena.numel() != num_bytes + ALIGNMENT:
-            self._arena = torch.empty(0, dtype=torch.uint8)  # before there is another
-            room, limit = num_bytes + ALIGNMENT, self._pinned_limit_bytes
-            pin = on_gpu and (limit is None or pinned_bytes(room) <= limit)
-            self._arena = torch.empty(room, dtype=torch.uint8, pin_memory=pin)
+        # A buffer with room to align its content; reused while the size stays.
+        arena_bytes = num_bytes + ALIGNMENT
+        if self._arena.numel() != arena_bytes:
+            self._arena = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
+            limit = self._pinned_limit_bytes
+            is_pinned = on_gpu and (limit is None or pinned_bytes(arena_bytes) <= limit)
+            self._arena = torch.empty(arena_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         content = self._arena.narrow(0, -self._arena.data_ptr() % ALIGNMENT, num_bytes)
         copies, begin = [], 0
         for chunk in ordered:
@@ -220,7 +222,8 @@ def _wanted(chunks: Iterable[_Chunk]) -> dict[str, Wanted]:
 def writers(
     fragments: Iterable[Fragment], buffers: Mapping[str, torch.Tensor], layout: CheckpointLayout
 ) -> set[int]:
-    """Return the ranks that wrote what `read_tensors` reads here, and perhaps more."""
+    """Return the ranks that wrote what `read_tensors` reads on this rank, and perhaps a few
+    more."""
     ranks: set[int] = set()
     for key, tensor in _wanted(_chunks(fragments, buffers)).items():
         for box in tensor.boxes:
@@ -236,7 +239,9 @@ def stored_dtypes(
     dtypes: dict[str, torch.dtype] = {}
 
     def read() -> None:
-        masters = [replace(f, tensors={MASTER: f.tensors[MASTER]}) for f in fragments]
+        masters = [
+            replace(fragment, tensors={MASTER: fragment.tensors[MASTER]}) for fragment in fragments
+        ]
         if not masters:
             return
         stored = open_boxes(directory, _wanted(_chunks(masters, {})), listing)
@@ -247,9 +252,9 @@ def stored_dtypes(
 
 
 def _on_all_ranks(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Run `action` on every rank. Collective over `group`. Raises on every rank if a rank has
-    failed: CorruptCheckpointError if every failure is corruption, or else CheckpointError, since
-    another model's checkpoint is not corrupt."""
+    """Run `action` on every rank. Collective over `group`. Raises on every rank if any rank fails:
+    CorruptCheckpointError if every failure is corruption, otherwise CheckpointError, for example
+    for a checkpoint of another model, which is not corrupt."""
 
     def attempt() -> None:
         try:
@@ -274,14 +279,15 @@ def read_full_masters(directory: Path) -> dict[str, torch.Tensor]:
 
 def read_full(directory: Path, prefixes: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """Return full CPU tensors by key, with some or all prefixes, in one process, without a process
-    group. Takes as much memory as they do. Raises CorruptCheckpointError."""
+    group. Raises CorruptCheckpointError."""
     tensors = open_tensors(directory, prefixes=prefixes)
     return {key: tensor.read() for key, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
 class WriterShare:
-    """keys: the tensors of which this rank writes its part. rows: its part of the layout."""
+    """Part of a checkpoint that this rank writes: its parts of the tensors `keys`. rows: this
+    rank's rows of the layout."""
 
     keys: frozenset[str]
     rows: tuple[LayoutRow, ...]
@@ -292,12 +298,12 @@ def divide(
 ) -> WriterShare:
     """Return this rank's share of fragments and buffers. Collective over `mesh.pipeline`.
 
-    A tensor that all replicas hold (of experts: all ranks with equal experts) is assigned to the
-    rank with the least to write so far. If tensor-parallel ranks or stages hold equal tensors,
-    `primary` writes.
+    A tensor that all replicas hold (for experts: all ranks with equal experts) is assigned to the
+    rank with the least to write so far. If tensor-parallel ranks or stages hold equal tensors, the
+    rank with `Shard.primary` writes.
     """
     groups = {"tensor": mesh.replicas, "expert": mesh.expert_replicas}
-    # Computed once, not per parameter: the rows of a group share a list of ranks.
+    # Ranks by group; the rows of a group share one tuple.
     members = {over: tuple(dist.get_process_group_ranks(group)) for over, group in groups.items()}
     rows: list[LayoutRow] = []
     keys: set[str] = set()
@@ -318,25 +324,27 @@ def divide(
                 replicated[shard.over].append((key, ranges, tensor))
                 continue
             keys.add(key)
-            if capacity is None or fragment.start != capacity * replica_index:
+            # One row describes equal adjacent ranges of all replicas (ZeRO 3); other ranges have a
+            # row each.
+            is_regular = capacity is not None and fragment.start == capacity * replica_index
+            if not is_regular:
                 rows.append(LayoutRow(key, ranges, (mesh.rank,), fragment.start, tensor.numel()))
-            elif replica_index == 0:  # one row for all replicas
+            elif replica_index == 0 and capacity is not None:
                 rows.append(LayoutRow(key, ranges, replicas, 0, capacity))
     if mesh.coordinates.tensor_rank == 0:
-        # The first of several stages with a buffer writes it.
-        written_before: set[str] = set()
+        # Of several stages with a buffer, the first writes it.
+        earlier_names: set[str] = set()
         if mesh.topology.pipeline_size > 1:
-            stages: list[Any] = [None] * mesh.topology.pipeline_size
-            dist.all_gather_object(stages, list(buffers), group=mesh.pipeline)
-            written_before = set().union(*stages[: mesh.coordinates.pipeline_rank])
-        replicated["tensor"] += [
-            (f"{BUFFER}/{name}", ShardRanges(tuple(buffer.shape) or (1,)), buffer)
-            for name, buffer in buffers.items()
-            if name not in written_before
-        ]
-    # Assign each replicated tensor to the rank with the least bytes so far.
+            names_by_stage: list[Any] = [None] * mesh.topology.pipeline_size
+            dist.all_gather_object(names_by_stage, list(buffers), group=mesh.pipeline)
+            earlier_names = set().union(*names_by_stage[: mesh.coordinates.pipeline_rank])
+        for name, buffer in buffers.items():
+            if name not in earlier_names:
+                ranges = ShardRanges(tuple(buffer.shape) or (1,))
+                replicated["tensor"].append((f"{BUFFER}/{name}", ranges, buffer))
+    # Assign each replicated tensor to the rank with the least bytes so far: the top of a heap.
     for over, group in groups.items():
-        loads = [(0, number) for number in range(dist.get_world_size(group))]
+        loads = [(0, group_rank) for group_rank in range(dist.get_world_size(group))]
         for key, ranges, tensor in replicated[over]:
             num_bytes, writer = loads[0]
             heapq.heapreplace(loads, (num_bytes + tensor.numel() * tensor.itemsize, writer))

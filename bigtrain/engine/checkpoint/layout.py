@@ -1,8 +1,8 @@
 """Writers of the parts of a checkpoint's tensors, in a few numbers per parameter, so that a reader
 opens only the files it needs.
 
-One row per parameter and tensor-parallel rank describes the equal ranges of every replica. The
-layout is a hint: the files' headers verify what is read. Imports no torch.
+One row per parameter and tensor-parallel rank describes the equal ranges of all replicas. The
+layout only selects files: the headers of the files verify what is read. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """Writers of a shard of the tensor `key`, or of a flat range of a shard. `ranks` hold adjacent
-    equal ranges of `count` elements, from element `start` on, the last range short."""
+    """Writers of a shard of the tensor `key`, or of a flat range of a shard: `ranks` have adjacent
+    ranges of `count` elements each, from element `start` on; the last range may be shorter."""
 
     key: str
     shard: ShardRanges
@@ -50,23 +50,19 @@ class CheckpointLayout:
         return {rank for row in self.rows.get(key, ()) for rank in row.writers(box)}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as JSON values; shared values are stored once."""
-        groups: dict[Numbers, int] = {}
-        shards: dict[ShardRanges, int] = {}
-        tensors = {
-            key: [
-                (
-                    shards.setdefault(row.shard, len(shards)),
-                    groups.setdefault(row.ranks, len(groups)),
-                    row.start,
-                    row.count,
-                )
-                for row in rows
-            ]
-            for key, rows in self.rows.items()
-        }
-        cuts = [(shard.shape, shard.dim, shard.ranges, shard.local_size) for shard in shards]
-        return {"format": FORMAT, "groups": list(groups), "cuts": cuts, "tensors": tensors}
+        """Return the layout as JSON values. Rows refer to shards ("cuts") and groups of ranks by
+        index, since many rows share them."""
+        shard_indices: dict[ShardRanges, int] = {}
+        group_indices: dict[Numbers, int] = {}
+        tensors: dict[str, list[tuple[int, int, int, int]]] = {}
+        for key, rows in self.rows.items():
+            tensors[key] = []
+            for row in rows:
+                shard_index = shard_indices.setdefault(row.shard, len(shard_indices))
+                group_index = group_indices.setdefault(row.ranks, len(group_indices))
+                tensors[key].append((shard_index, group_index, row.start, row.count))
+        cuts = [(shard.shape, shard.dim, shard.ranges, shard.local_size) for shard in shard_indices]
+        return {"format": FORMAT, "groups": list(group_indices), "cuts": cuts, "tensors": tensors}
 
 
 def merge(rows: Iterable[LayoutRow]) -> CheckpointLayout:

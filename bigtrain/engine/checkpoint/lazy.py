@@ -53,7 +53,7 @@ def open_tensors(
     listing: Listing | None = None,
     prefixes: Collection[str] | None = None,
 ) -> dict[str, LazyTensor]:
-    """Lazy tensors by key, with some or all prefixes; only headers are read. Not collective.
+    """Return lazy tensors by key, with some or all prefixes; only headers are read. Not collective.
     `listing`: as for `find_parts`. Opening and reading raise CorruptCheckpointError."""
     return _opened(find_parts(directory, listing, prefixes))
 
@@ -63,9 +63,9 @@ def open_boxes(
     requests: Mapping[str, Wanted],
     listing: Listing | None = None,
 ) -> dict[str, LazyTensor]:
-    """Lazy tensors by key, of which only the rectangles `requests` can be read. Not collective.
-    Opens the files that the layout of `listing` names; all files without a layout, or if the named
-    files do not hold what they should. Raises as `find_boxes`."""
+    """Return lazy tensors by key, of which only the rectangles `requests` can be read. Not
+    collective. Opens the files that the layout of `listing` names; without a layout, or if the
+    named files lack parts, all files. Raises as `find_boxes`."""
     layout = None if listing is None else listing.layout
     if layout is None:
         return _opened(find_boxes(directory, requests, listing))
@@ -95,12 +95,14 @@ def open_weights(
 ) -> dict[str, LazyTensor]:
     """Open masters and buffers by Hugging Face name, like `open_tensors`; with `average`, with the
     average instead of a master that has one."""
-    prefixes = (BUFFER, MASTER, AVERAGE)[: 3 if average else 2]
+    # Later prefixes replace earlier ones: the average of a master replaces the master.
+    prefixes = [BUFFER, MASTER]
+    if average:
+        prefixes.append(AVERAGE)
     tensors_by_prefix: dict[str, dict[str, LazyTensor]] = {prefix: {} for prefix in prefixes}
     for key, tensor in open_tensors(directory, listing, prefixes).items():
         prefix, _, name = key.partition("/")
         tensors_by_prefix[prefix][name] = tensor
-    # Later prefixes replace earlier ones: the average of a master replaces the master.
     weights: dict[str, LazyTensor] = {}
     for tensors in tensors_by_prefix.values():
         weights |= tensors
@@ -115,7 +117,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor stored in parts that cover it."""
+    """Source of a tensor that is stored in `parts`, which cover it."""
 
     parts: Sequence[Part]
 
@@ -131,29 +133,33 @@ class _Stored:
 
 
 def _fill(part: Part, box: Box, out: torch.Tensor) -> None:
-    """Read the rectangle `box` of `part` into `out`."""
+    """Read the rectangle `box` of `part` into `out`, in blocks of limited size."""
     dtype = DTYPES[part.dtype]
     strides = [math.prod(part.box.sizes[dim + 1 :]) for dim in range(out.ndim)]
-    itemsize = dtype.itemsize * math.ceil(strides[0] / math.prod(box.sizes[1:]))
+    # Complete rows are read: bytes in the file for each element of the rectangle.
+    read_bytes = dtype.itemsize * math.ceil(strides[0] / math.prod(box.sizes[1:]))
     try:
         with part.path.open("rb", buffering=0) as file:
-            for corner, block in blocks(box.sizes, itemsize):
-                offsets = Box(corner, block).moved(box.offsets).offsets
-                # Whole rows, beginning with the dimension in which the block has several.
-                dim = next((d for d, n in enumerate(block) if n > 1), len(block) - 1)
-                first = sum(o * s for o, s in zip(offsets[: dim + 1], strides, strict=False))
-                rows = (block[dim], *part.box.sizes[dim + 1 :])
-                target = narrowed(out, corner, block)
+            for corner, sizes in blocks(box.sizes, read_bytes):
+                offsets = Box(corner, sizes).moved(box.offsets).offsets
+                # A read is contiguous: rows of the first dimension in which the block has several.
+                dim = next((d for d, size in enumerate(sizes) if size > 1), len(sizes) - 1)
+                first_element = sum(
+                    offset * stride
+                    for offset, stride in zip(offsets[: dim + 1], strides, strict=False)
+                )
+                rows_shape = (sizes[dim], *part.box.sizes[dim + 1 :])
+                target = narrowed(out, corner, sizes)
                 is_direct = (
-                    rows == block[dim:]
+                    rows_shape == sizes[dim:]
                     and target.dtype == dtype
                     and target.device.type == "cpu"
                     and target.is_contiguous()
                 )
-                buffer = target if is_direct else allocate(rows, dtype)
-                part.read(file.fileno(), first * dtype.itemsize, memory_of(buffer))
+                buffer = target if is_direct else allocate(rows_shape, dtype)
+                part.read(file.fileno(), first_element * dtype.itemsize, memory_of(buffer))
                 if not is_direct:
-                    inner = narrowed(buffer, (0, *offsets[dim + 1 :]), block[dim:])
-                    target.copy_(inner.reshape(block))
+                    block = narrowed(buffer, (0, *offsets[dim + 1 :]), sizes[dim:])
+                    target.copy_(block.reshape(sizes))
     except OSError as error:
         raise CorruptCheckpointError(f"{part.path}: cannot be read: {error}") from error

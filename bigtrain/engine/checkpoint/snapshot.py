@@ -55,7 +55,7 @@ _MASTER_BYTES, _ADAM_BYTES = 4, 8
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """An engine's state at one step. tensors: to be written; scalars: what goes to JSON."""
+    """State of an engine at a step. tensors: for the tensor files; scalars: for ``state.json``."""
 
     tensors: TensorSnapshot
     scalars: dict[str, Any]
@@ -78,7 +78,7 @@ def snapshot_engine(engine: TrainEngine, staging: Staging | None = None) -> Engi
 
 def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = None) -> None:
     """Raise CheckpointError on every rank if a trained master, or a state that an outer step keeps,
-    holds NaN or an infinity on any rank: weights like that can never be trained again. Collective
+    contains NaN or an infinity on any rank: these weights can never be trained again. Collective
     over `group`, a group of the world. Reads each tensor once and copies none."""
 
     def check() -> None:
@@ -92,6 +92,7 @@ def refuse_not_finite(engine: TrainEngine, group: dist.ProcessGroup | None = Non
 def not_finite(engine: TrainEngine) -> str | None:
     """Return why this rank's part of the trained weights cannot be trained again
     (`refuse_not_finite`); None if it can. Not collective."""
+    # Parameter, state and values.
     tensors: list[tuple[str, str, torch.Tensor]] = []
     for fragment in owned_fragments(engine.engine, engine.module):
         if _is_trained(engine, fragment.name):
@@ -102,11 +103,13 @@ def not_finite(engine: TrainEngine) -> str | None:
     for index, (_, _, tensor) in enumerate(tensors):
         if tensor.numel():
             indexes_by_device.setdefault(tensor.device, []).append(index)
-    for indexes in indexes_by_device.values():  # one wait for each device
+    for indexes in indexes_by_device.values():  # the host waits once for each device
+        # A tensor is finite if its least and largest values are.
         extremes = [torch.stack(torch.aminmax(tensors[index][2])).double() for index in indexes]
-        finite = torch.stack(extremes).isfinite().all(1)
-        if not finite.all():
-            name, state, _ = tensors[indexes[int(finite.logical_not().nonzero()[0])]]
+        is_finite = torch.stack(extremes).isfinite().all(1)
+        if not is_finite.all():
+            first_bad = int(is_finite.logical_not().nonzero()[0])
+            name, state, _ = tensors[indexes[first_bad]]
             return (
                 f"the weights are not finite: {state} of {name} holds NaN or an infinity, from "
                 "which no training can continue"
@@ -115,9 +118,9 @@ def not_finite(engine: TrainEngine) -> str | None:
 
 
 def checkpoint_bytes(engine: TrainEngine) -> int:
-    """Return the bytes of a checkpoint's tensors for this rank's pipeline stage, all ranks
-    together: float32, or the own dtype of frozen parameters (none in a run with adapters) and
-    buffers."""
+    """Return the bytes of a checkpoint's tensors for this rank's pipeline stage, summed over the
+    ranks: trained parameters in float32; buffers and frozen parameters in the dtype in which they
+    are kept. A run with adapters saves no frozen parameters."""
     skips_frozen = has_adapters(engine.module)
     state_bytes = state_bytes_by_name(inner_optimizer(engine.engine))
     exact_bytes = {
@@ -125,24 +128,24 @@ def checkpoint_bytes(engine: TrainEngine) -> int:
         for name, value in engine.exact.frozen.items()
         if value is not None
     }
-    # Every parameter has equal states, also a parameter of which this rank has no part.
+    # Every parameter has as many added states, also a parameter of which this rank has no part.
     num_added = max(map(len, engine.added_states.values()), default=0)
-    parameters = sum(
-        math.prod(full_shape(parameter))
-        * (
-            _MASTER_BYTES * (1 + num_added) + state_bytes.get(name, _ADAM_BYTES)
-            if parameter.requires_grad
-            else exact_bytes.get(name, parameter.element_size())
-        )
-        for name, parameter in engine.module.named_parameters()
-        if parameter.requires_grad or not skips_frozen
-    )
-    return int(parameters) + sum(b.numel() * b.itemsize for b in _buffers(engine).values())
+    num_bytes = 0.0
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            element_bytes = _MASTER_BYTES * (1 + num_added) + state_bytes.get(name, _ADAM_BYTES)
+        elif skips_frozen:
+            continue
+        else:
+            element_bytes = exact_bytes.get(name, parameter.element_size())
+        num_bytes += math.prod(full_shape(parameter)) * element_bytes
+    buffers = _buffers(engine).values()
+    return int(num_bytes) + sum(buffer.numel() * buffer.itemsize for buffer in buffers)
 
 
 def save_engine(engine: TrainEngine, directory: Path) -> dict[str, Any]:
-    """Write masters, optimizer states and buffers below `directory`; returns what goes to JSON.
-    Collective over all ranks, which must share `directory`."""
+    """Write masters, optimizer states and buffers below `directory`; return the scalars
+    (`EngineSnapshot`). Collective over all ranks, which must share `directory`."""
     snapshot = snapshot_engine(engine)
     snapshot.tensors.write(directory)
     return snapshot.scalars
@@ -154,10 +157,10 @@ def restore_engine(
     scalars: dict[str, Any],
     listing: Listing | None = None,
 ) -> None:
-    """Fill the engine from `directory`, written at any topology, and from `save_engine`'s dict.
-    Averages of weights that are not there begin with the weights. Collective. Raises
-    CheckpointError for tensors missing or of other shapes, CorruptCheckpointError for unreadable
-    files; another checkpoint may be restored then."""
+    """Fill the engine from `directory`, written at any topology, and from the `scalars` of
+    `save_engine`. If the checkpoint has no averages of weights, they begin with the weights.
+    Collective. Raises CheckpointError for tensors missing or of other shapes,
+    CorruptCheckpointError for unreadable files; another checkpoint may then be restored."""
     ensure_optimizer_states(engine.engine)
     stored = _all_fragments(engine)
     has_averages = scalars.get(AVERAGE) is not None
@@ -175,8 +178,8 @@ def restore_engine(
 
 
 def writers_of_own_parts(engine: TrainEngine, layout: CheckpointLayout) -> set[int]:
-    """Return the ranks of the save described by `layout` that wrote what this rank would read, and
-    perhaps more. Not collective."""
+    """Return the ranks that wrote the parts, in a checkpoint with the `layout`, which this rank
+    reads to restore the engine; perhaps a few more. Not collective."""
     ensure_optimizer_states(engine.engine)
     return writers(_all_fragments(engine), _buffers(engine), layout)
 
@@ -212,7 +215,7 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
         for fragment in owned_fragments(engine.engine, engine.module):
             name = base_name(fragment.name)
             if name not in weights.tensors and has_adapters(engine.module):
-                continue  # an adapter, which has its values
+                continue  # an adapter keeps its initial values
             target = fragment
             if not _is_trained(engine, fragment.name):
                 dtype = weights.tensors[name].dtype
@@ -230,6 +233,7 @@ def read_weights(engine: TrainEngine, weights: Weights) -> None:
 
 
 def _all_fragments(engine: TrainEngine) -> list[Fragment]:
+    """Return the fragments of this rank that a checkpoint contains."""
     owned = [
         replace(fragment, tensors=fragment.tensors | engine.added_states.get(fragment.name, {}))
         for fragment in owned_fragments(engine.engine, engine.module)
@@ -249,9 +253,9 @@ def _exact_frozen(
     listing: Listing | None,
 ) -> Iterator[list[Fragment]]:
     """Yield `fragments` to fill from `directory`, with frozen parameters in the dtype of the files;
-    on exit the filled values are copied to DeepSpeed's tensors."""
+    on exit copy the filled values to DeepSpeed's tensors."""
     frozen = [fragment for fragment in fragments if not _is_trained(engine, fragment.name)]
-    # Also if this rank has no frozen parameter, as a pipeline stage: the call is collective.
+    # Collective, so it is also called on ranks without a frozen parameter.
     dtypes = stored_dtypes(directory, frozen, listing)
     originals: dict[str, Fragment] = {}
     targets: dict[str, Fragment] = {}
@@ -269,6 +273,7 @@ def _is_trained(engine: TrainEngine, name: str) -> bool:
 
 
 def _buffers(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """Return buffers that a state dict holds, by name; equal on every rank that has them."""
+    """Return the buffers that belong to a state dict, by name; equal on every rank that has
+    them."""
     state_keys = engine.module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in engine.module.named_buffers() if name in state_keys}

@@ -34,7 +34,7 @@ from bigtrain.system.storage.direct_file import ALIGNMENT, DirectFile
 FORMAT = "bigtrain.checkpoint/2"
 SUFFIX = ".safetensors"
 BLOCK_BYTES = 1 << 20
-"""The bytes that one checksum covers: the least that is read to verify a byte."""
+"""Bytes that one checksum covers. To verify a single byte, its block is read."""
 
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -53,8 +53,8 @@ _MISMATCH = "contents do not match their checksum"
 
 @dataclass(frozen=True)
 class SaveIdentity:
-    """The save that a file belongs to. run: drawn when the run began, equal for all launches of the
-    run. attempt: names the launch."""
+    """Identity of the save that wrote a file. run: random id of the run, equal for all launches.
+    attempt: random id of the launch."""
 
     run: str = ""
     step: int = 0
@@ -63,8 +63,8 @@ class SaveIdentity:
 
 @dataclass(frozen=True)
 class NewPart:
-    """A rectangle of the tensor `key`, of this shape, to write. data: its bytes, row-major and
-    little-endian; called once."""
+    """Rectangle `box` to write of the tensor `key` with the full `shape`. data: returns the bytes,
+    row-major and little-endian; called once."""
 
     key: str
     shape: Numbers
@@ -83,8 +83,8 @@ class NewPart:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle of the tensor `key`, whose bytes begin at `begin` of the file `path`. shape: of
-    the full tensor. digests: hexadecimal XXH3-64 of the blocks, concatenated."""
+    """Stored rectangle `box` of the tensor `key` with the full `shape`, whose bytes begin at
+    `begin` of the file `path`. digests: hexadecimal XXH3-64 of the blocks, concatenated."""
 
     path: Path
     key: str
@@ -103,17 +103,22 @@ class Part:
         CorruptCheckpointError if a block that contains some of the bytes is not as written."""
         position, end = begin, begin + len(out)
         while position < end:
+            # The block with the byte at `position`, and the range of `out` that it fills.
             block = position // BLOCK_BYTES
-            low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self.num_bytes)
-            stop = min(high, end)
+            block_begin = block * BLOCK_BYTES
+            block_end = min(block_begin + BLOCK_BYTES, self.num_bytes)
+            stop = min(block_end, end)
             target = out[position - begin : stop - begin]
-            content = target if len(target) == high - low else memoryview(bytearray(high - low))
-            _read_exactly(fd, self.begin + low, content)
+            # Blocks are verified as a whole: a block that is needed partly is read into a buffer.
+            content = target
+            if len(target) < block_end - block_begin:
+                content = memoryview(bytearray(block_end - block_begin))
+            _read_exactly(fd, self.begin + block_begin, content)
             digest = self.digests[block * _DIGEST_DIGITS : (block + 1) * _DIGEST_DIGITS]
             if xxhash.xxh3_64_hexdigest(content) != digest:
                 raise CorruptCheckpointError(f"{self.path}: {_MISMATCH}")
             if content is not target:
-                target[:] = content[position - low : stop - low]
+                target[:] = content[position - block_begin : stop - block_begin]
             position = stop
 
 
@@ -129,14 +134,15 @@ def write_parts(
     parts: Sequence[NewPart],
     content: memoryview | None = None,
 ) -> tuple[int, str]:
-    """Write and fsync a new file; return the file's bytes and the XXH3-64 of the header, written
-    last. content: the data of `parts` in `in_file_order`, contiguous and aligned
-    (`DirectFile.append`), if they are in memory like that."""
+    """Write and fsync a new file; return the file's number of bytes and the XXH3-64 of the header,
+    which is written last. content: the data of `parts` in `in_file_order`, if they are contiguous
+    and aligned in memory (`DirectFile.append`)."""
     ordered = in_file_order(parts)
-    blank = {p.name: "0" * _DIGEST_DIGITS * -(-p.num_bytes // BLOCK_BYTES) for p in ordered}
-    length = len(_header(ordered, identity, rank, blank))
+    # The header's length does not depend on the digits of the digests.
+    zeros = {part.name: "0" * _num_digits(part.num_bytes) for part in ordered}
+    header_bytes = len(_header(ordered, identity, rank, zeros))
     digests = {}
-    with DirectFile(path, length) as file:
+    with DirectFile(path, header_bytes) as file:
         if content is not None:
             file.append(content)
         for part in ordered:
@@ -148,8 +154,14 @@ def write_parts(
                     file.write(block)
             digests[part.name] = "".join(block_digests)
         header = _header(ordered, identity, rank, digests)
-        assert len(header) == length <= _MAX_HEADER_BYTES, (len(header), length)
+        assert len(header) == header_bytes <= _MAX_HEADER_BYTES, (len(header), header_bytes)
         return file.finish(header), xxhash.xxh3_64_hexdigest(header)
+
+
+def _num_digits(num_bytes: int) -> int:
+    """Return the digits of the digests of a part."""
+    num_blocks = -(-num_bytes // BLOCK_BYTES)
+    return _DIGEST_DIGITS * num_blocks
 
 
 def in_file_order(parts: Iterable[NewPart]) -> list[NewPart]:
@@ -180,12 +192,12 @@ def _header(
         metadata[part.name] = f"{','.join(map(str, part.shape))} {digests[part.name]}"
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)  # aligns the data after it
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def verify_parts(parts: Sequence[Part]) -> None:
-    """Read all bytes of `parts` of one file. Raises CorruptCheckpointError where one is wrong."""
+    """Read all bytes of `parts` of one file. Raises CorruptCheckpointError for a wrong byte."""
     if not parts:
         return
     buffer = memoryview(bytearray(BLOCK_BYTES))
@@ -200,19 +212,20 @@ def verify_parts(parts: Sequence[Part]) -> None:
 
 
 def read_header(path: Path, digest: str) -> tuple[SaveIdentity, list[Part]]:
-    """Read the identity and parts from a header; `digest`: of the header, empty if unknown."""
+    """Return the identity and parts in the header of a file; `digest`: of the header, empty if
+    unknown. Raises CorruptCheckpointError."""
     try:
         with path.open("rb", buffering=0) as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            start = file.read(_LENGTH_BYTES)
-            length = int.from_bytes(start, "little")
-            if not 0 < length <= min(_MAX_HEADER_BYTES, num_bytes - _LENGTH_BYTES):
-                raise ValueError(f"a header of {length} bytes in a file of {num_bytes}")
-            header = bytearray(length)
-            _read_exactly(file.fileno(), _LENGTH_BYTES, memoryview(header))
-        if digest and xxhash.xxh3_64_hexdigest(start + header) != digest:
+            length = file.read(_LENGTH_BYTES)
+            text_bytes = int.from_bytes(length, "little")
+            if not 0 < text_bytes <= min(_MAX_HEADER_BYTES, num_bytes - _LENGTH_BYTES):
+                raise ValueError(f"a header of {text_bytes} bytes in a file of {num_bytes}")
+            text = bytearray(text_bytes)
+            _read_exactly(file.fileno(), _LENGTH_BYTES, memoryview(text))
+        if digest and xxhash.xxh3_64_hexdigest(length + text) != digest:
             raise CorruptCheckpointError(f"{path}: {_MISMATCH}")
-        return _parse(path, bytes(header), _LENGTH_BYTES + length, num_bytes)
+        return _parse(path, bytes(text), _LENGTH_BYTES + text_bytes, num_bytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: cannot be read: {error}") from error
 
@@ -239,14 +252,15 @@ def _parse(
             raise ValueError(f"{name}: sizes and offsets must be counts")
         box = Box(offsets, sizes)
         part = Part(path, key, shape, box, entry["dtype"], data_begin + begin, digests)
-        if not len(shape) == len(offsets) == len(sizes) or any(
-            offset + size > length
+        is_inside = len(shape) == len(offsets) == len(sizes) and all(
+            offset + size <= length
             for offset, size, length in zip(offsets, sizes, shape, strict=True)
-        ):
+        )
+        if not is_inside:
             raise ValueError(f"{name}: a rectangle {sizes} outside of its tensor {shape}")
         if part.num_bytes != end - begin:
             raise ValueError(f"{name}: {end - begin} bytes for {sizes} of {part.dtype}")
-        if len(digests) != _DIGEST_DIGITS * -(-part.num_bytes // BLOCK_BYTES):
+        if len(digests) != _num_digits(part.num_bytes):
             raise ValueError(f"{name}: checksums of another number of blocks")
         parts.append(part)
     # Every byte of the file belongs to exactly one part.
@@ -275,7 +289,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_exactly(fd: int, offset: int, out: memoryview) -> None:
     while out:
-        count = os.preadv(fd, [out], offset)
-        if count == 0:
+        num_read = os.preadv(fd, [out], offset)
+        if num_read == 0:
             raise OSError("ends too soon")
-        out, offset = out[count:], offset + count
+        out, offset = out[num_read:], offset + num_read

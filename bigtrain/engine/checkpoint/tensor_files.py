@@ -22,12 +22,12 @@ from bigtrain.system.boxes import Box, Numbers
 
 
 class MissingPartsError(CorruptCheckpointError):
-    """The files that were read do not hold everything wanted."""
+    """The files that were read lack requested parts."""
 
 
 @dataclass
 class Wanted:
-    """The rectangles that a reader wants of a tensor, and the tensor's expected shape."""
+    """Rectangles of a tensor that a reader requests, and the expected shape of the tensor."""
 
     shape: Numbers
     boxes: list[Box]
@@ -35,16 +35,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Listing:
-    """Facts about tensor files, known before they are opened. headers: checksums of headers by file
-    name, from the manifest. identity: the save that wrote them all; layout: the writers of parts.
-    None if unknown."""
+    """Facts about tensor files that are known before the files are opened. headers: checksums of
+    headers by file name, from the manifest. identity: the save that wrote all files; layout: the
+    writers of parts; None if unknown."""
 
     headers: Mapping[str, str]
     identity: SaveIdentity | None = None
     layout: CheckpointLayout | None = None
 
 
-def files_there(directory: Path) -> Listing:
+def list_files(directory: Path) -> Listing:
     """Return a listing of the files in `directory`, without checksums or identity."""
     names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
     return Listing(dict.fromkeys(names, ""))
@@ -55,10 +55,10 @@ def find_parts(
     listing: Listing | None = None,
     prefixes: Collection[str] | None = None,
 ) -> dict[str, list[Part]]:
-    """Return the parts of every tensor by its key, which cover it exactly. Reads all headers.
-    listing: None reads the files that exist. prefixes: of keys, up to the first slash; None for
-    all. Raises CorruptCheckpointError for a file that is unreadable, changed, or does not fit the
-    others."""
+    """Return the parts of every tensor by key; they cover the tensor exactly. Reads all headers.
+    listing: None: the files that exist. prefixes: of keys, up to the first slash; None: all. Raises
+    CorruptCheckpointError for a file that is unreadable, was changed, or contradicts another
+    file."""
     parts_by_key: dict[str, list[Part]] = {}
     covers: dict[str, Cover] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
@@ -77,16 +77,17 @@ def find_boxes(
     listing: Listing | None = None,
     ranks: Collection[int] | None = None,
 ) -> dict[str, list[Part]]:
-    """Return the parts that hold the `requests`, each element once, by key. listing: as for
-    `find_parts`. ranks: whose headers to read; None for all. Raises CheckpointError for a tensor
-    that is missing (MissingPartsError with `ranks`: the files of other ranks may have it) or has
-    another shape, and CorruptCheckpointError as `find_parts`."""
-    listing = listing or files_there(directory)
+    """Return the parts that contain the `requests`, each element once, by key. listing: as for
+    `find_parts`. ranks: ranks whose headers are read; None: all. Raises CheckpointError for a
+    tensor that is missing (MissingPartsError with `ranks`: the files of other ranks may have it) or
+    has another shape, and CorruptCheckpointError as `find_parts`."""
+    listing = listing or list_files(directory)
     if ranks is not None:
         names = set(map(file_name, ranks))
         headers = {name: digest for name, digest in listing.headers.items() if name in names}
         listing = replace(listing, headers=headers)
-    # Parts that overlap a requested rectangle; no part, for a tensor that other parts hold.
+    # Parts that overlap a requested rectangle. The list is empty if only other parts of the tensor
+    # were found.
     parts_by_key: dict[str, list[Part]] = {}
     for part in itertools.chain.from_iterable(_read_headers(directory, listing)):
         tensor = requests.get(part.key)
@@ -96,7 +97,7 @@ def find_boxes(
         parts = parts_by_key.setdefault(part.key, [])
         if any(box.intersect(part.box) for box in tensor.boxes):
             parts.append(part)
-    # The parts must have every element of the requested rectangles.
+    # The parts must cover every requested rectangle, each element once.
     for key, tensor in requests.items():
         if key not in parts_by_key:
             error_type = CheckpointError if ranks is None else MissingPartsError
@@ -112,7 +113,7 @@ def find_boxes(
 
 
 def no_tensor(directory: Path, key: str) -> str:
-    """Return the error of a tensor that a run wants and its checkpoint does not have."""
+    """Return the error text for a tensor that a run trains and its checkpoint lacks."""
     return (
         f"{directory}: holds no tensor {key}, which a run with these settings trains -> restore "
         "the settings of the run that wrote it, or train as a run of its own in another "
@@ -145,18 +146,21 @@ def verify_files(directory: Path, listing: Listing) -> None:
 
 def _read_headers(directory: Path, listing: Listing | None) -> Iterator[list[Part]]:
     """Yield the parts of every file; all files belong to one save."""
-    listing = listing or files_there(directory)
+    listing = listing or list_files(directory)
     identity = listing.identity
     for name, digest in sorted(listing.headers.items()):
         path = directory / name
         file_identity, parts = read_header(path, digest)
         if identity is not None and file_identity != identity:
-            file_save, save = (
-                f"run {i.run or '?'}, step {i.step}" for i in (file_identity, identity)
+            raise CorruptCheckpointError(
+                f"{path}: is of {_save_text(file_identity)}, and not of {_save_text(identity)}"
             )
-            raise CorruptCheckpointError(f"{path}: is of {file_save}, and not of {save}")
         identity = file_identity
         yield parts
+
+
+def _save_text(identity: SaveIdentity) -> str:
+    return f"run {identity.run or '?'}, step {identity.step}"
 
 
 def _require_covered(directory: Path, covers: Mapping[str, Cover]) -> None:
@@ -166,55 +170,57 @@ def _require_covered(directory: Path, covers: Mapping[str, Cover]) -> None:
             raise MissingPartsError(f"{directory}: {problem} of {key}")
 
 
-_WORD = (1 << 64) - 1
+_WORD_MASK = (1 << 64) - 1
 
 
 class Cover:
-    """Checks in constant memory that rectangles cover a tensor of this shape, each element once.
+    """Check in constant memory that rectangles cover a tensor of this shape, each element once.
 
-    Corners of rectangles cancel in pairs, but those of the sum of all rectangles modulo 2: if they
-    are the tensor's own, every element is covered an odd number of times, and by the volume just
-    once. Remaining corners are compared by the exclusive or of 64-bit hashes.
+    Where rectangles meet, corners cancel in pairs. The corners that remain are the corners of the
+    set of elements that are covered an odd number of times. If they equal the corners of the
+    tensor, every element is covered an odd number of times, and, if the number of elements in all
+    rectangles is right, exactly once. The remaining corners are compared by the exclusive or of
+    64-bit hashes.
     """
 
     def __init__(self, shape: Numbers) -> None:
         self._full = Box.full(shape)
-        self._volume = 0
-        self._corners = 0
+        self._num_elements = 0
+        self._corners_hash = 0
         self._dtypes: set[str] = set()
-        self._is_odd = False
+        self._has_other_shape = False
 
     def add(self, shape: Numbers, box: Box, dtype: str) -> None:
-        """Add a rectangle of a tensor of this shape, which must be the covered one's."""
-        self._is_odd |= shape != self._full.sizes
+        """Add the rectangle `box` of a tensor of `shape`, which must equal the shape of the covered
+        tensor."""
+        self._has_other_shape |= shape != self._full.sizes
         self._dtypes.add(dtype)
-        self._volume += box.num_elements
-        if not self._is_odd:
-            self._corners ^= self._hash(box)
+        self._num_elements += box.num_elements
+        if not self._has_other_shape:
+            self._corners_hash ^= self._hash_corners(box)
 
     def problem(self) -> str | None:
         """Return the error in the parts; None if there is none."""
-        if self._is_odd or len(self._dtypes) > 1:
+        if self._has_other_shape or len(self._dtypes) > 1:
             return "different shapes or dtypes"
-        if self._volume != self._full.num_elements:
+        if self._num_elements != self._full.num_elements:
             return "parts are missing, or there are too many,"
-        return (
-            None
-            if self._corners == self._hash(self._full)
-            else "parts overlap, and others are missing,"
-        )
+        if self._corners_hash != self._hash_corners(self._full):
+            return "parts overlap, and others are missing,"
+        return None
 
-    def _hash(self, box: Box) -> int:
+    def _hash_corners(self, box: Box) -> int:
+        """Return the exclusive or of the hashes of the corners of `box`."""
         if 0 in box.sizes:
             return 0
-        corners = [0]
+        corners = [0]  # as row-major positions
         for length, low, size in zip(self._full.sizes, box.offsets, box.sizes, strict=True):
             corners = [c * (length + 1) + end for c in corners for end in (low, low + size)]
         combined = 0
         for corner in corners:
             # Hash the corner by SplitMix64 (Steele, Lea, Flood 2014); 2**64 and more are folded.
-            number = (corner ^ (corner >> 64)) + 0x9E3779B97F4A7C15 & _WORD
-            number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-            number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _WORD
+            number = (corner ^ (corner >> 64)) + 0x9E3779B97F4A7C15 & _WORD_MASK
+            number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _WORD_MASK
+            number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _WORD_MASK
             combined ^= number ^ (number >> 31)
         return combined

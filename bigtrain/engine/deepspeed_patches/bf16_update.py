@@ -1,6 +1,6 @@
 """The end of a step of `BF16_Optimizer` (bfloat16 under ZeRO 1, gradients added up in float32),
-with fewer bytes moved. No number changes, but where `fused_adamw` replaces torch's kernel on a
-GPU, and replicas then sum only what each of them updates."""
+with fewer bytes moved. No number changes, except on a GPU, where `fused_adamw` replaces torch's
+kernel and every replica sums only the gradients of the parameters that it updates."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from bigtrain.engine.deepspeed_patches.fused_adamw import gradient_factor
 from bigtrain.models.torch_patches import shadow
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""The same under the name of torch 2.13, which warns of the other, and of 2.11."""
+"""The function's name in torch 2.13, which warns of the old name, or else in torch 2.11."""
 
 
 def shorten_bf16_update(engine: Any, counts_in_norm: Callable[[Any, bool], bool]) -> bool:
-    """Move fewer bytes at the end of a step of a `BF16_Optimizer`; returns whether `engine` has
-    one. counts_in_norm: tells of a parameter, and of whether this is the first rank of a
-    tensor-parallel group, whether the rank counts it.
+    """Move fewer bytes at the end of a step of a `BF16_Optimizer`; return whether `engine` has
+    this optimizer. counts_in_norm: returns whether a rank counts a parameter, given the parameter
+    and whether this is the first rank of a tensor-parallel group.
 
     DeepSpeed 0.19.8 (runtime/bf16_optimizer.py) adds each gradient through a float32 copy to
     a sum that it sets to zero twice a step (`_update_hp_grad`, `clear_hp_grads`), sets the 16-bit
@@ -55,9 +55,9 @@ class _Update:
         # Whether sums without a gradient of this step have been set to zero.
         self._is_complete = True
         self._fused: Any = None
-        # Ranks over which this rank's part of the gradients is a sum, and no mean yet.
+        # Replicas by whose number the update still has to divide this rank's gradients.
         self._num_summed = 1
-        self._counted: list[torch.Tensor] | None = None
+        self._counted: list[torch.Tensor] | None = None  # see `_counted_parts`
 
     def install(self) -> None:
         """Replace the methods."""
@@ -65,14 +65,14 @@ class _Update:
         optimizer._update_hp_grad = self._add
         optimizer.get_grads_for_reduction = self._complete_before(optimizer.get_grads_for_reduction)
         optimizer.clear_hp_grads = self._forget
-        # A pass writes its gradients then, where it would add them to zeros.
+        # Without a gradient a pass writes one, instead of adding to zeros.
         optimizer.backward_prologue = lambda: optimizer.clear_lp_grads(set_to_none=True)
         optimizer.step = self._complete_before(optimizer.step)
         if optimizer.fp32_groups_flat_partition[0].is_cuda:
             self._fuse()
 
     def _fuse(self) -> None:
-        """Let one kernel clip, update and write the parameters, where it can."""
+        """Let one kernel clip, update and write the parameters, if it supports the optimizer."""
         from bigtrain.engine.deepspeed_patches.fused_adamw import FusedAdamW
 
         optimizer = self._optimizer
@@ -96,30 +96,33 @@ class _Update:
                 self._engine._reduce_non_expert_gradients = self._scatter
 
     def _averages_afterwards(self) -> bool:
-        """Whether DeepSpeed sums gradients in float32, and divides the sums by the replicas."""
+        """Return whether DeepSpeed sums gradients in float32 over the same replicas for all groups,
+        and divides the sums by the number of replicas."""
         engine, optimizer = self._engine, self._optimizer
+        have_same_replicas = all(
+            group is optimizer.dp_process_group for group in optimizer.real_dp_process_group
+        )
         return (
             engine.gradient_average
             and engine.postscale_gradients()
             and engine.gradient_predivide_factor() == 1.0
             and engine.sequence_parallel_size == 1
             and engine.communication_data_type == torch.float32
-            and all(
-                group is optimizer.dp_process_group for group in optimizer.real_dp_process_group
-            )
+            and have_same_replicas
         )
 
     @torch.no_grad()
     def _scatter(self, grads: list[torch.Tensor], elements_per_buffer: int) -> None:
-        """Sum the gradients over the replicas, each rank those that it updates, in place; the
-        update divides them (`_reduce_non_expert_gradients`). Collective over replicas."""
+        """Replace `_reduce_non_expert_gradients`: sum over the replicas, in place, the gradients
+        that this rank updates; the update divides them. Collective over replicas."""
         optimizer = self._optimizer
         for part, total in zip(optimizer.fp32_groups_gradient_flat_partition, grads, strict=True):
             _reduce_scatter(part, total, group=optimizer.dp_process_group)
 
     def _norm_of_parts(self) -> torch.Tensor:
-        """Return the norm of the mean gradient from what each rank updates, float32 []; -1 if it is
-        not finite, as DeepSpeed's. Collective over replicas and the model-parallel group."""
+        """Return the norm of the mean gradient, float32 [], from the parts that the ranks update;
+        -1 if it is not finite, as DeepSpeed does. Collective over replicas and the model-parallel
+        group."""
         optimizer = self._optimizer
         if self._counted is None:
             self._counted = self._counted_parts()
@@ -134,21 +137,22 @@ class _Update:
         return norm
 
     def _counted_parts(self) -> list[torch.Tensor]:
-        """Return this rank's parts of the gradients that it counts, 1-D: each parameter counts once
-        over the ranks that have it, as in `get_grads_for_norm`."""
+        """Return the parts of gradients that this rank counts in the norm, 1-D: each parameter
+        counts once over the ranks that have it, as in `get_grads_for_norm`."""
         optimizer = self._optimizer
         rank = dist.get_rank(group=optimizer.dp_process_group)
         counts_all = bwc_tensor_model_parallel_rank(mpu=optimizer.mpu) == 0
         counted = []
-        for parameters, part in zip(
+        for parameters, partition in zip(
             optimizer.bf16_groups, optimizer.fp32_groups_gradient_flat_partition, strict=True
         ):
-            begin = -rank * part.numel()  # offset of a parameter to the begin of this rank's part
+            # Offset of a parameter relative to this rank's partition of the group.
+            offset = -rank * partition.numel()
             for parameter in parameters:
-                first, end = max(begin, 0), min(begin + parameter.numel(), part.numel())
-                begin += parameter.numel()
-                if first < end and self._counts_in_norm(parameter, counts_all):
-                    counted.append(part[first:end])
+                begin, end = max(offset, 0), min(offset + parameter.numel(), partition.numel())
+                offset += parameter.numel()
+                if begin < end and self._counts_in_norm(parameter, counts_all):
+                    counted.append(partition[begin:end])
         return counted
 
     @torch.no_grad()
@@ -162,7 +166,8 @@ class _Update:
         if optimizer.fp32_groups_has_gradients[group][index]:
             total.add_(gradient)
         else:
-            # Not copied: DeepSpeed adds to a sum that begins with +0.0, which turns -0.0 into +0.0.
+            # Equal to DeepSpeed's addition to a sum of +0.0, which turns -0.0 into +0.0; a copy
+            # would not.
             torch.add(gradient, 0.0, out=total)
         marked: Any = parameter
         marked._hp_grad = total
@@ -178,8 +183,8 @@ class _Update:
         return complete_first
 
     def _complete(self) -> None:
-        """Set to zero the sums of parameters without a gradient in this step, once, before other
-        ranks' are added."""
+        """Set to zero, once in a step, the sums of parameters without a gradient in this step,
+        before gradients of other ranks are added."""
         if self._is_complete:
             return
         self._is_complete = True
@@ -192,7 +197,7 @@ class _Update:
                     total.zero_()
 
     def _forget(self) -> None:
-        """Begin a step without gradients (`clear_hp_grads`); the sums are written over."""
+        """Begin a step without gradients (`clear_hp_grads`); later gradients overwrite the sums."""
         optimizer = self._optimizer
         for index, sums in enumerate(optimizer.fp32_groups_gradients):
             optimizer.fp32_groups_has_gradients[index] = [False] * len(sums)
@@ -202,7 +207,6 @@ class _Update:
     def _step(self) -> None:
         """Do `BF16_Optimizer.step` with an update that clips, and that writes the parameters."""
         optimizer, fused = self._optimizer, self._fused
-        # The norm is not finite if a gradient is not: then nothing is updated.
         optimizer.overflow = False
         if self._num_summed > 1:
             norm = self._norm_of_parts()
@@ -212,6 +216,7 @@ class _Update:
                 input_tensors=gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type
             )
         optimizer._global_grad_norm = norm
+        # The norm is not finite if any gradient is not: then nothing is updated.
         if is_invalid_grad_norm(norm):
             optimizer.overflow = True
             optimizer._global_grad_norm = float("inf")

@@ -1,8 +1,8 @@
 """Registration of bigtrain's experts and their groups with DeepSpeed.
 
-DeepSpeed 0.19.8 supports expert parallelism for DeepSpeed's MoE layers only. These functions give
-other experts equal partitions and gradient sums over the ranks that hold an expert, divided by the
-number of replicas (runtime/engine.py:3899, zero/stage_1_and_2.py:1688, zero/stage3.py:689).
+DeepSpeed 0.19.8 supports expert parallelism for DeepSpeed's MoE layers only. With these functions
+it partitions other experts, and averages their gradients, over the ranks that hold an expert
+(runtime/engine.py:3899, zero/stage_1_and_2.py:1688, zero/stage3.py:689).
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ def mark_expert(parameter: nn.Parameter, name: str) -> None:
 
 
 def as_expert_group(group: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a parameter group of experts as DeepSpeed knows one (0.19.8, moe/utils.py:154)."""
+    """Return the parameter group `group` with DeepSpeed's keys for experts (0.19.8,
+    moe/utils.py:154)."""
     return {**group, "moe": True, "name": name}
 
 
 @contextmanager
 def engine_with_experts() -> Iterator[None]:
-    """Build engines inside for a model with experts. They look for layers of DeepSpeed's own kinds
-    (0.19.8, runtime/engine.py:2099) before they make the optimizer, which goes by the answer;
-    ZeRO-3 asks once more, and refuses others (:2197)."""
+    """Let engines that are built inside treat their model as one with experts. Before an engine
+    makes the optimizer, it searches the model for DeepSpeed's MoE layers (0.19.8,
+    runtime/engine.py:2099); ZeRO-3 also refuses other experts (:2197)."""
     configure: Callable[..., None] = DeepSpeedEngine._configure_distributed_model
 
     def configure_with_experts(engine: Any, model: nn.Module) -> None:
@@ -84,10 +85,10 @@ def count_absent_gradients(optimizer: Any, experts: str | None = None) -> None:
     runtime/bf16_optimizer.py:580, runtime/utils.py:1130). Does nothing to other optimizers."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
-    find, device = optimizer.get_grads_for_norm, optimizer.bf16_groups[0][0].device
+    get_gradients, device = optimizer.get_grads_for_norm, optimizer.bf16_groups[0][0].device
 
-    def find_all(for_clipping: bool = False) -> Any:
-        gradients = find(for_clipping)
+    def get_with_zeros(for_clipping: bool = False) -> Any:
+        gradients = get_gradients(for_clipping)
         if not for_clipping:
             counted, expert_gradients = gradients
             if not counted:
@@ -96,15 +97,15 @@ def count_absent_gradients(optimizer: Any, experts: str | None = None) -> None:
                 expert_gradients[experts] = [torch.zeros(1, device=device)]
         return gradients
 
-    optimizer.get_grads_for_norm = find_all
+    optimizer.get_grads_for_norm = get_with_zeros
 
 
 def fix_allgather_order(optimizer: Any) -> None:
     """Make ZeRO-3 gather parameters of several groups in one order on every rank.
 
-    DeepSpeed 0.19.8 takes them from a set (zero/partitioned_param_coordinator.py:569) and makes a
-    collective per group in that order (zero/partition_parameters.py:1550), which deadlocks on GPUs.
-    Does nothing to other optimizers.
+    DeepSpeed 0.19.8 takes the parameters from a set (zero/partitioned_param_coordinator.py:569) and
+    makes a collective per group in the set's order (zero/partition_parameters.py:1550), which
+    differs between ranks and deadlocks on GPUs. Does nothing to other optimizers.
     """
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None:

@@ -22,7 +22,7 @@ class FlatGradients(GradPartitionBufferGroup):  # type: ignore[misc]
 
     @property
     def _view_specs(self) -> list[tuple[int, torch.Size, bool]]:
-        # Of use where the tensor is moved, which hardly any run does.
+        # Computed when it is read: DeepSpeed reads it only to move the tensor to another device.
         first = self[0].storage_offset() if self else 0
         return [(view.storage_offset() - first, view.shape, False) for view in self]
 
@@ -32,8 +32,8 @@ class GroupGradients:
 
     is_compact: DeepSpeed adds the passes of a step in one buffer; otherwise each pass has a tensor
     (`partition`), which `end_pass` adds to the tensor of earlier passes. writes_first: the first
-    gradient of a step is written, instead of being added to zeros; `is_written` of the slots says
-    where.
+    gradient of a step is written, instead of being added to zeros; `Slot.is_written` tells which
+    parameters have a gradient.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class GroupGradients:
         return flat
 
     def partition(self) -> torch.Tensor:
-        """Return this rank's part of the gradient, 1-D: of a step if it is compact, else of a
-        pass. Its values are not defined where the pass has written none."""
+        """Return this rank's part of the gradient, 1-D: of the step if `is_compact`, else of the
+        pass. Elements that the pass has not written yet are undefined."""
         if self.is_compact:
             if self._optimizer.averaged_gradients.get(self._group) is None:
                 self._publish(self._empty() if self._writes_first else self._empty().zero_())
@@ -82,13 +82,13 @@ class GroupGradients:
         """Add the gradients of the pass number `step` to earlier passes."""
         if self.is_compact:
             return
-        new = self.partition()
-        self._clear_unwritten(new, lambda slot: slot.step == step)
-        earlier = self._optimizer.all_grad_tensors.get(self._group)
-        if earlier is None:
-            self._optimizer.all_grad_tensors[self._group] = [new]
+        pass_gradient = self.partition()
+        self._clear_unwritten(pass_gradient, lambda slot: slot.step == step)
+        earlier_passes = self._optimizer.all_grad_tensors.get(self._group)
+        if earlier_passes is None:
+            self._optimizer.all_grad_tensors[self._group] = [pass_gradient]
         else:
-            earlier[0].add_(new)
+            earlier_passes[0].add_(pass_gradient)
         self._partition = None
 
     def hand_over(self) -> None:

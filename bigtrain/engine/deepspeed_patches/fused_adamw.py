@@ -14,17 +14,18 @@ from bigtrain.system.triton_build import triton_problem
 
 log = logging.getLogger(__name__)
 
-_EPS = 1e-6
-"""Of DeepSpeed 0.19.8's clipping (runtime/utils.py, `clip_tensors_by_global_norm`;
-runtime/zero/stage_1_and_2.py, `unscale_and_clip_grads`)."""
+_CLIP_EPS = 1e-6
+"""Added to the norm by DeepSpeed 0.19.8's clipping (runtime/utils.py,
+`clip_tensors_by_global_norm`; runtime/zero/stage_1_and_2.py, `unscale_and_clip_grads`)."""
 
 
 def gradient_factor(norm: torch.Tensor, clip_norm: float, num_summed: int) -> torch.Tensor | None:
-    """Return what the update multiplies gradients by, which are sums over `num_summed` replicas:
-    float32 [], None for 1. norm: of their mean. clip_norm: 0 to clip nothing."""
+    """Return the factor by which the update multiplies gradients, float32 []; None for 1. The
+    gradients are sums over `num_summed` replicas. norm: of the mean gradient. clip_norm: largest
+    norm; 0: no clipping."""
     if clip_norm > 0.0:
-        # Of 1 where nothing is clipped: the host does not ask.
-        return (clip_norm / (norm + _EPS)).clamp(max=1.0) / num_summed
+        # The clamp is on the device, so that the host does not wait for the norm.
+        return (clip_norm / (norm + _CLIP_EPS)).clamp(max=1.0) / num_summed
     return None if num_summed == 1 else torch.full_like(norm, 1 / num_summed)
 
 
@@ -39,18 +40,20 @@ def update(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Update in place what is 1-D and equally long. factors: of the gradient, of the master's
-    decay, of the step size, and the square root of the second moment's correction: float32 [4].
+    """Update master, moments and 16-bit weights of parameters in place, all 1-D and equally long.
+    factors: float32 [4]: factor of the gradient, factor of the master's decay, step size divided by
+    the first moment's bias correction, and the square root of the second moment's.
 
-    The order of operations is that of torch 2.13's fused kernel
+    The order of operations equals torch 2.13's fused kernel
     (aten/src/ATen/native/cuda/fused_adam_utils.cuh, `adam_math`).
     """
-    gradient_factor, decay, step_size, root = factors.unbind()
+    gradient_factor, decay, step_size, square_root = factors.unbind()
+    beta1, beta2 = betas
     clipped = gradient * gradient_factor
     decayed = master * decay
-    new_mean = betas[0] * mean + (1 - betas[0]) * clipped
-    new_square = betas[1] * square + (1 - betas[1]) * clipped * clipped
-    new_master = decayed - step_size * new_mean / (new_square.sqrt() / root + eps)
+    new_mean = beta1 * mean + (1 - beta1) * clipped
+    new_square = beta2 * square + (1 - beta2) * clipped * clipped
+    new_master = decayed - step_size * new_mean / (new_square.sqrt() / square_root + eps)
     mean.copy_(new_mean)
     square.copy_(new_square)
     master.copy_(new_master)
@@ -63,8 +66,8 @@ def compile_update() -> Callable[..., None]:
 
 
 def trial_problem(device: torch.device) -> str | None:
-    """Return what is wrong with the compiled update on `device`, or None: it is compiled, and
-    compared with the update without a compiler, on a few numbers."""
+    """Return what is wrong with the compiled update on `device`, or None: compile it, and compare
+    it with the update without a compiler on a few numbers."""
     generator = torch.Generator().manual_seed(0)
     states = [torch.rand(512, generator=generator).to(device) for _ in range(4)]
     factors = torch.tensor([0.5, 0.99, 1e-3, 0.7], device=device)
@@ -75,23 +78,26 @@ def trial_problem(device: torch.device) -> str | None:
             tensors.append(torch.zeros(512, device=device, dtype=torch.bfloat16))
             compute(*tensors, factors=factors, betas=(0.9, 0.95), eps=1e-8)
             results.append([tensor.float().cpu() for tensor in tensors])
-    except Exception as error:  # of a compiler, which may be any
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    except Exception as error:  # a compiler may raise any class
+        first_line = str(error).strip().splitlines()[0] if str(error) else ""
+        return f"{type(error).__name__}: {first_line}"
     plain, compiled = results
-    for name, a, b in zip(_NAMES, plain, compiled, strict=True):
-        # A rounding of bfloat16 may go the other way.
-        if not torch.allclose(a, b, rtol=2**-8 if name == "weights" else 1e-5, atol=1e-7):
-            return f"{name} differ by {float((a - b).abs().max()):.2g}"
+    for name, expected, actual in zip(_TENSOR_NAMES, plain, compiled, strict=True):
+        # Weights may differ by one rounding of bfloat16.
+        rtol = 2**-8 if name == "weights" else 1e-5
+        if not torch.allclose(expected, actual, rtol=rtol, atol=1e-7):
+            return f"{name} differ by {float((expected - actual).abs().max()):.2g}"
     return None
 
 
-_NAMES = ("masters", "gradients", "means", "squares", "weights")
+_TENSOR_NAMES = ("masters", "gradients", "means", "squares", "weights")
 
 
 class FusedAdamW:
-    """Replaces `step` of a torch AdamW whose groups have one flat master each, and keeps its state.
+    """Replacement of `step` of a torch AdamW whose groups have one flat master each; the state
+    stays in the optimizer.
 
-    gradient_factor: float32 [], that gradients are multiplied by in the update; None for 1.
+    gradient_factor: of the next update (`gradient_factor`), float32 []; None for 1.
     """
 
     def __init__(self, optimizer: torch.optim.AdamW, weights: list[torch.Tensor]) -> None:
@@ -105,8 +111,8 @@ class FusedAdamW:
 
     @staticmethod
     def supports(optimizer: Any) -> bool:
-        """Whether `optimizer` is torch's AdamW as DeepSpeed makes it, and the update can be
-        compiled; logs a warning where it can not."""
+        """Return whether `optimizer` is torch's AdamW as DeepSpeed makes it, and the update can be
+        compiled; log a warning if it cannot."""
         is_plain = type(optimizer) is torch.optim.AdamW and all(
             len(group["params"]) == 1 and not (group["amsgrad"] or group["maximize"])
             for group in optimizer.param_groups
@@ -127,19 +133,21 @@ class FusedAdamW:
             if master.grad is None:
                 continue
             state = self._optimizer.state[master]
-            if not state:  # as torch's own begins
+            if not state:  # begins as in torch
                 state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
                 state["exp_avg"] = torch.zeros_like(master)
                 state["exp_avg_sq"] = torch.zeros_like(master)
             state["step"] += 1
-            # What the update multiplies by, computed on the device in float64: float32 [4].
-            count, lr = state["step"].double(), float(group["lr"])
-            first, second = (1 - beta**count for beta in group["betas"])
-            factor = torch.ones_like(count)
+            # The factors of `update`, computed on the device in float64. The moments have the bias
+            # corrections 1 - beta^step.
+            num_steps, lr = state["step"].double(), float(group["lr"])
+            mean_correction, square_correction = (1 - beta**num_steps for beta in group["betas"])
+            factor = torch.ones_like(num_steps)
             if self.gradient_factor is not None:
                 factor = self.gradient_factor.double()
-            decay = torch.full_like(count, 1 - lr * group["weight_decay"])
-            factors = torch.stack([factor, decay, lr / first, second.sqrt()]).float()
+            decay = torch.full_like(num_steps, 1 - lr * group["weight_decay"])
+            step_size, square_root = lr / mean_correction, square_correction.sqrt()
+            factors = torch.stack([factor, decay, step_size, square_root]).float()
             self._compiled(
                 master,
                 master.grad,
@@ -155,13 +163,13 @@ class FusedAdamW:
     def update_and_gather(
         self, zero: Any, weights: list[torch.Tensor], partitions: list[list[torch.Tensor]]
     ) -> None:
-        """Update `zero`, an optimizer of DeepSpeed whose masters hold their gradients, and gather
-        `weights`: the flat 16-bit parameters of each group. partitions: their parts by group and
-        rank. Collective over replicas."""
+        """Update the parameters of `zero`, a DeepSpeed optimizer whose masters have gradients, and
+        gather `weights`: the flat 16-bit parameters of each group. partitions: parts of the flat
+        parameters by group and rank. Collective over replicas."""
         self._has_written = False
         zero.optimizer.step()
         zero._lazy_init_hp_params_optimizer_state()
-        if not self._has_written:  # the guard skipped the update
+        if not self._has_written:  # the guard has skipped `step`: copy the masters, as DeepSpeed
             zero.update_lp_params()
             return
         all_gather_dp_groups(

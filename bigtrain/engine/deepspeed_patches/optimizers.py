@@ -1,6 +1,6 @@
 """DeepSpeed's wrappers of the torch optimizer, and the location of fp32 masters in each ZeRO stage,
-named as in 0.19.8. Its public functions gather a full parameter on every rank; checkpoints read and
-write the parts in place."""
+named as in 0.19.8. DeepSpeed's public functions gather a full parameter on every rank; bigtrain's
+checkpoints read and write the parts in place."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_zero3(optimizer: Any) -> bool:
 
 
 def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return (parameter, its flat fp32 master) of ZeRO 0's 16-bit wrappers; else none."""
+    """Return (parameter, flat fp32 master) of ZeRO 0's 16-bit wrappers; empty for others."""
     return [
         (parameter, flat.data.view(-1).narrow(0, offset, parameter.numel()))
         for parameter, flat, offset in zero0_layout(optimizer)
@@ -55,9 +55,9 @@ def zero0_masters(optimizer: Any) -> list[tuple[nn.Parameter, torch.Tensor]]:
 
 
 def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
-    """Return (parameter, tensor that contains its master, offset) of these wrappers: a master per
-    parameter (runtime/fp16/unfused_optimizer.py, `fp32_groups`) or per group
-    (runtime/fp16/fused_optimizer.py, `fp32_groups_flat`)."""
+    """Return (parameter, tensor that contains its master, offset of the master) of ZeRO 0's 16-bit
+    wrappers, which have a master per parameter (runtime/fp16/unfused_optimizer.py, `fp32_groups`)
+    or per group (runtime/fp16/fused_optimizer.py, `fp32_groups_flat`); empty for others."""
     if not hasattr(optimizer, "fp16_groups") or is_zero3(optimizer):
         return []
     layout = []
@@ -73,9 +73,9 @@ def zero0_layout(optimizer: Any) -> list[tuple[nn.Parameter, Any, int]]:
 
 
 def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
-    """Return this rank's flat masters of ZeRO-1 and 2, or of BF16_Optimizer, one per parameter
-    group. None of other optimizers. They are named `single_partition_of_fp32_groups`
-    (runtime/zero/stage_1_and_2.py) and `fp32_groups_flat_partition` (runtime/bf16_optimizer.py)."""
+    """Return this rank's flat masters, one per parameter group, of ZeRO-1 and 2
+    (runtime/zero/stage_1_and_2.py, `single_partition_of_fp32_groups`) or of BF16_Optimizer
+    (runtime/bf16_optimizer.py, `fp32_groups_flat_partition`); None for other optimizers."""
     if not _refreshes_itself(optimizer):
         return None
     for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
@@ -88,11 +88,11 @@ def flat_partitions(optimizer: Any) -> list[torch.Tensor] | None:
 def zero12_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, MasterRange]:
     """Return the ranges of this rank's masters in `flat_partitions`, by parameter's id.
 
-    ZeRO 1 and 2 split a group's flat tensor evenly; its order is `round_robin_bit16_groups` with
-    `round_robin_bit16_offsets` (0.19.8, runtime/zero/stage_1_and_2.py), which with
-    ``round_robin_gradients`` is not the order of `_hp_mapping`. BF16_Optimizer is read by
-    `_hp_mapping` (utils/mixed_precision_linkage.py), not through its `optim_fragment`, which is
-    linked after the first group's first update and never again.
+    ZeRO 1 and 2 split a group's flat tensor evenly; the tensor's order is
+    `round_robin_bit16_groups` with `round_robin_bit16_offsets` (0.19.8,
+    runtime/zero/stage_1_and_2.py), which with ``round_robin_gradients`` differs from the order of
+    `_hp_mapping`. BF16_Optimizer is read by `_hp_mapping` (utils/mixed_precision_linkage.py), not
+    by the mapping's `optim_fragment`, which is linked after the first group's first update only.
     """
     if not hasattr(optimizer, "round_robin_bit16_groups"):
         return _mapped_ranges(optimizer, partitions)
@@ -100,24 +100,29 @@ def zero12_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, M
     for index, (parameters, flat) in enumerate(
         zip(optimizer.round_robin_bit16_groups, partitions, strict=True)
     ):
+        # Intersect each parameter with this rank's partition of the flat tensor.
         rank = dist.get_rank(group=optimizer.real_dp_process_group[index])
-        size = int(optimizer.partition_size[index])
-        begin, end = rank * size, (rank + 1) * size
+        partition_size = int(optimizer.partition_size[index])
+        partition_begin = rank * partition_size
+        partition_end = partition_begin + partition_size
         offsets = optimizer.round_robin_bit16_offsets[index]
         for parameter, offset in zip(parameters, offsets, strict=True):
-            first, last = max(offset, begin), min(offset + parameter.numel(), end)
-            if first < last:
+            begin = max(offset, partition_begin)
+            end = min(offset + parameter.numel(), partition_end)
+            if begin < end:
                 ranges[id(parameter)] = MasterRange(
-                    flat, first - begin, last - first, first - offset
+                    flat, offset=begin - partition_begin, count=end - begin, start=begin - offset
                 )
     return ranges
 
 
 def _mapped_ranges(optimizer: Any, partitions: list[torch.Tensor]) -> dict[int, MasterRange]:
+    """Return `zero12_ranges` of a BF16_Optimizer."""
     ranges = {}
     for parameter in (p for group in optimizer.bf16_groups for p in group):
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None:
+            # The address in the flat master (hp), and in the flattened parameter (lp).
             address = mapping.hp_fragment_address
             flat = partitions[mapping.param_group_index]
             start = mapping.lp_fragment_address.start
@@ -178,7 +183,7 @@ def scaler_state(optimizer: Any) -> dict[str, Any]:
 
 
 def restore_scaler(optimizer: Any, state: dict[str, Any]) -> None:
-    """Set what `scaler_state` gave, where this optimizer has it."""
+    """Set the fields of `state`, from `scaler_state`, that this optimizer's scaler has."""
     scaler = _scaler(optimizer)
     for name, value in state.items():
         if hasattr(scaler, name):

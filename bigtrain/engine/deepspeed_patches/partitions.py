@@ -14,9 +14,9 @@ from torch import nn
 @dataclass(frozen=True)
 class MasterRange:
     """Flat range of a parameter (or of this rank's shard) from element `start` on, and its master:
-    `count` elements of the flattened `master` from `offset` on. capacity: of the equally large
-    ranges of all replicas, of which the last are short; None for others. is_replicated: whether all
-    replicas hold an equal range."""
+    `count` elements of the flattened `master` from `offset` on. capacity: size of a ZeRO-3
+    partition, which is equal on all replicas, though the last partitions may hold fewer elements;
+    None for others. is_replicated: whether all replicas hold an equal range."""
 
     master: torch.Tensor
     offset: int
@@ -27,8 +27,8 @@ class MasterRange:
 
 
 class PartitioningInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """DeepSpeed's `zero.Init`, but without broadcasting the first rank's uninitialized parameters,
-    for which every full parameter would be in memory once and fragment it.
+    """DeepSpeed's `zero.Init`, but without broadcasting the first rank's uninitialized parameters:
+    the broadcast would allocate every full parameter once, which fragments the memory.
 
     Replaces `_zero_init_param` of 0.19.8 (runtime/zero/partition_parameters.py:1200). Parameters
     that a constructor makes in float32 get the dtype of all others, which DeepSpeed needs:

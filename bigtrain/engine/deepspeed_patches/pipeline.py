@@ -28,13 +28,13 @@ def replace_instructions(
 ) -> None:
     """Replace instructions of `engine`'s schedule, in a table for this engine (0.19.8,
     runtime/pipe/engine.py:1360, `_INSTRUCTION_MAP`). DeepSpeed ties only layers that it built, and
-    sums the wrong attribute of some; before the update bigtrain needs the norm; and what a forward
-    pass records is not to be recorded when it is recomputed."""
-    own_backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]
+    sums the wrong attribute of some gradients; bigtrain needs the norm before the update; and a
+    recomputed forward pass must not record metrics again."""
+    deepspeed_backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]
 
     def backward(engine: Any, *arguments: Any, **values: Any) -> None:
         with recording_if(False):
-            own_backward(engine, *arguments, **values)
+            deepspeed_backward(engine, *arguments, **values)
 
     engine._INSTRUCTION_MAP = {
         **engine._INSTRUCTION_MAP,
@@ -57,13 +57,13 @@ def forget_batch_times(engine: Any) -> None:
 
 
 def fill_gradient(parameter: nn.Parameter, optimizer: Any) -> None:
-    """Give a parameter without a gradient zeros, also where `accumulated_gradient` looks for it."""
+    """Give a parameter without a gradient zeros, also in the tensor of `accumulated_gradient`."""
     parameter.grad = torch.zeros_like(parameter)
     if hasattr(optimizer, "fp32_groups_gradient_dict"):  # BF16_Optimizer
-        for i, group in enumerate(optimizer.bf16_groups):
-            for j, member in enumerate(group):
+        for group_index, group in enumerate(optimizer.bf16_groups):
+            for index, member in enumerate(group):
                 if member is parameter:
-                    optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
+                    optimizer._update_hp_grad(parameter, group_index, index, clear_lp_grads=False)
     elif getattr(optimizer, "use_grad_accum_attribute", False):
         optimizer._fill_param_grad_accum_attribute(parameter)
 

@@ -23,20 +23,18 @@ _ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def set_mpu(mpu: Any) -> None:
-    """Set the `mpu` that DeepSpeed's group functions ask; None for none. An engine writes its unit
-    there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but an engine without a unit leaves
-    the unit of an earlier engine."""
+    """Set the model-parallel unit of DeepSpeed's group functions; None: no unit. An engine sets its
+    unit there (0.19.8, utils/groups.py:50, runtime/engine.py:2122), but an engine without a unit
+    keeps the unit of an earlier engine."""
     groups.mpu = mpu
 
 
 @contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restore on exit the process state that DeepSpeed changes when it builds an engine.
-
-    ZeRO 3 replaces `torch.nn.functional.linear` (0.19.8, runtime/zero/partition_parameters.py:417);
-    references to an engine's groups and `mpu` outlive `destroy_process_group` (utils/groups.py:89).
-    Also restored: the logger's level.
-    """
+    """Restore on exit the process state that DeepSpeed changes when it builds an engine:
+    `torch.nn.functional.linear`, which ZeRO 3 replaces (0.19.8,
+    runtime/zero/partition_parameters.py:417), the logger's level, and references to an engine's
+    groups and `mpu`, which outlive `destroy_process_group` (utils/groups.py:89)."""
     logger = logging.getLogger("DeepSpeed")
     linear, level = torch.nn.functional.linear, logger.level
     try:
@@ -74,7 +72,7 @@ def operators_loaded_by(load: Callable[..., ModuleType]) -> Iterator[None]:
     removes (csrc/cpu/comm/shm.cpp).
     """
     jit_load = OpBuilder.jit_load
-    # By name: as an attribute of deepspeed.comm it is PyTorch.
+    # Imported by name: the attribute `deepspeed.comm.torch` is the package torch.
     backend = importlib.import_module("deepspeed.comm.torch")
 
     def load_jit(builder: OpBuilder, verbose: bool = True) -> ModuleType:

@@ -34,9 +34,9 @@ def skip_redundant_work(
     compiled_layers: Collection[nn.Module] = frozenset(),
 ) -> None:
     """Skip work of DeepSpeed that changes no number. Call once, after `deepspeed.initialize`.
-    `replicas`: the ranks that gradients are averaged over. `host_time` counts the time of ZeRO's
-    hooks and reductions from then on. compiled_layers: modules of which ZeRO 3 gathers all
-    parameters before the forward method is called."""
+    replicas: the ranks over which gradients are averaged. host_time: counts the time of ZeRO's
+    hooks and reductions from now on. compiled_layers: modules whose parameters ZeRO 3 gathers all
+    together before it calls the forward method."""
     if dist.get_world_size(replicas) == 1:
         _skip_lone_reduction(engine)
     skip_overflow_check(engine.optimizer)
@@ -68,12 +68,12 @@ def skip_redundant_work_of_zero12(optimizer: Any, host_time: HostTime) -> None:
 
 @dataclass(frozen=True)
 class SpeedPatch:
-    """Part of DeepSpeed that is replaced to save time; no number changes. function: installs it,
-    here, in `bf16_update`, in `zero12_reduction` or in `zero3_hooks`; its docstring has its price
-    for a model of 8.03 billion parameters in 291 tensors, on an H100 (2.88 TB/s) with one replica
-    and a step of 300 ms, of which it saves 3 ms or more. `benchmarks/host_time.py --each 2` turns
-    each off in turn. stages: of ZeRO. is_in_place: whether DeepSpeed's `engine` runs the
-    replacement, read from the engine itself."""
+    """Replaced part of DeepSpeed, to save time; no number changes. function: name of the function
+    that installs the replacement, here, in `bf16_update`, in `zero12_reduction` or in
+    `zero3_hooks`. Its docstring has the price of DeepSpeed's part, 3 ms or more of a step of 300
+    ms, for a model of 8.03 billion parameters in 291 tensors, on an H100 (2.88 TB/s) with one
+    replica. `benchmarks/host_time.py --each 2` turns each patch off in turn. stages: ZeRO stages.
+    is_in_place: returns whether DeepSpeed's `engine` runs the replacement."""
 
     name: str
     function: str
@@ -137,8 +137,8 @@ SPEED_PATCHES = (
         _has_own_hooks,
     ),
 )
-"""All of them. To drop one after an upgrade of DeepSpeed, measure it with the benchmark, and delete
-its row, its function and its contract tests."""
+"""All speed patches. To drop a patch after an upgrade of DeepSpeed, measure it with the benchmark,
+and delete the row, the function and the contract tests."""
 
 
 def speed_patches_in_place(engine: Any) -> tuple[str, ...]:
@@ -148,32 +148,36 @@ def speed_patches_in_place(engine: Any) -> tuple[str, ...]:
 
 def take_norms_at_once(optimizer: Any) -> None:
     """Take the norms of all gradients of a group by one call of torch, in float64 and added up in
-    the order of DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`), which
-    gets norms other than the 2-norm, and ranks that count nothing.
+    the order of DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`).
+    DeepSpeed's function still computes norms other than the 2-norm, and is called on ranks that
+    count no gradient.
 
     Price: DeepSpeed writes and reads each gradient in float64: 8.03e9 x 16 bytes / 2.88 TB/s = 45
     ms, 15% (8 replicas: 6 ms), and 2 x 291 more launches of 5 us are 3 ms.
     """
-    take = optimizer.get_grad_norm_direct
+    deepspeed_norm = optimizer.get_grad_norm_direct
+    # By the id of a list of parameters. The list is stored, too, so that its id stays taken.
     counted_by_list: dict[int, tuple[Sequence[nn.Parameter], list[bool]]] = {}
 
-    def which_count(params: Sequence[nn.Parameter]) -> list[bool]:
-        if id(params) not in counted_by_list:  # which stays: the dict holds the list
+    def are_counted(params: Sequence[nn.Parameter]) -> list[bool]:
+        if id(params) not in counted_by_list:
             counts_all = optimizer.model_parallel_rank == 0
             counts = [counts_in_norm(p, counts_all) for p in params]
             counted_by_list[id(params)] = params, counts
-        return counted_by_list[id(params)][1]
+        _, counts = counted_by_list[id(params)]
+        return counts
 
     def norm_of(
         gradients: Sequence[torch.Tensor], params: Sequence[nn.Parameter], norm_type: float = 2
     ) -> Any:
         if isinstance(gradients, FlatGradients):
-            unpadded: Sequence[torch.Tensor] = gradients  # the parameters', then there is padding
+            # A gradient for each parameter, then padding, which `compress` drops.
+            unpadded: Sequence[torch.Tensor] = gradients
         else:
             unpadded = [g.detach() for g in gradients if not getattr(g, "_zero_padding", False)]
-        counted = list(compress(unpadded, which_count(params)))
+        counted = list(compress(unpadded, are_counted(params)))
         if norm_type != 2 or not counted:
-            return take(gradients, params, norm_type)
+            return deepspeed_norm(gradients, params, norm_type)
         norms = torch._foreach_norm(counted, 2.0, dtype=get_norm_dtype())
         total = torch.stack(norms).pow(2.0).sum().float()
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
@@ -186,12 +190,12 @@ def take_norms_at_once(optimizer: Any) -> None:
 
 
 def speed_up_hooks(model: nn.Module) -> None:
-    """Save a sixth of the host time of ZeRO-3's own hooks, where `replace_hooks` keeps them.
+    """Save a sixth of the host time of DeepSpeed's hooks of ZeRO-3 that `replace_hooks` keeps.
 
-    DeepSpeed 0.19.8 marks NVTX ranges (utils/nvtx.py, `enable_nvtx`), which stay on under Nsight.
-    Its Functions (runtime/zero/parameter_offload.py, `pre_bwd_fn`, `post_bwd_fn`;
-    runtime/zero/linear.py) get the signature that torch otherwise inspects at every call
-    (torch/autograd/function.py, `apply`; `_bind_default_args` of torch 2.15).
+    DeepSpeed 0.19.8 marks NVTX ranges (utils/nvtx.py, `enable_nvtx`); they are turned off without
+    Nsight. Torch inspects the signature of a Function at every call (torch/autograd/function.py,
+    `apply`; `_bind_default_args` of torch 2.15); DeepSpeed's Functions get it as an attribute
+    (runtime/zero/parameter_offload.py, `pre_bwd_fn`, `post_bwd_fn`; runtime/zero/linear.py).
 
     Price: 225 linear layers x 2 forward passes (one recomputes) x 50 us = 22 ms, 7.5%.
     """
@@ -204,9 +208,10 @@ def speed_up_hooks(model: nn.Module) -> None:
 
 
 def skip_overflow_check(optimizer: Any) -> None:
-    """Skip the overflow check per gradient in the 16-bit optimizer of ZeRO 0, for which a GPU's
-    host waits each time (0.19.8, runtime/fp16/unfused_optimizer.py:205). Its float32 norm is not
-    finite if any gradient is not, and also skips the step. Does nothing to other optimizers.
+    """Skip the overflow check per gradient in the 16-bit optimizer of ZeRO 0, for which the host
+    waits for a GPU each time (0.19.8, runtime/fp16/unfused_optimizer.py:205). The optimizer also
+    skips the step if its float32 norm is not finite, as it is if any gradient is not. Does nothing
+    to other optimizers.
 
     Price: two reads of the gradients, 2 x 16.1 GB / 2.88 TB/s = 11 ms, 4%, and 291 waits of 10 us.
     """
@@ -215,7 +220,7 @@ def skip_overflow_check(optimizer: Any) -> None:
 
 
 class _NoOverflowCheck:
-    """Stands for DeepSpeed's `CheckOverflow`."""
+    """Replacement of DeepSpeed's `CheckOverflow` that finds no overflow."""
 
     def check(self) -> bool:
         return False
@@ -224,35 +229,34 @@ class _NoOverflowCheck:
 def _skip_lone_reduction(engine: Any) -> None:
     """Skip the gradient reduction of ZeRO 0, and of bfloat16 ZeRO 1 with sums in float32, if there
     is only one replica. DeepSpeed 0.19.8 (runtime/engine.py:3828) flattens gradients, multiplies by
-    1 and copies them back. What it does before, giving zeros to parameters without a gradient,
-    stays.
+    1 and copies them back. Before that it gives zeros to parameters without a gradient, as it still
+    does.
 
     Price: three passes that read and write the gradients, 3 x 2 x 16.1 GB / 2.88 TB/s = 33 ms, 11%.
     """
     optimizer = engine.optimizer
-    gradient_dtype = engine.get_data_types()[0]
+    gradient_dtype, *_ = engine.get_data_types()
     if isinstance(optimizer, BF16_Optimizer):
         gradient_dtype = optimizer.grad_acc_dtype
-    if (
-        isinstance(optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer, BF16_Optimizer))
-        # Other settings round the gradients on the way.
-        and engine.communication_data_type in (torch.float32, gradient_dtype)
-        and engine.gradient_predivide_factor() == 1.0
-    ):
+    # With other settings the reduction rounds the gradients.
+    is_exact = engine.communication_data_type in (torch.float32, gradient_dtype)
+    is_exact = is_exact and engine.gradient_predivide_factor() == 1.0
+    reduced_classes = (torch.optim.Optimizer, FP16_UnfusedOptimizer, BF16_Optimizer)
+    if is_exact and isinstance(optimizer, reduced_classes):
         engine.allreduce_no_retain = lambda *_, **__: None
 
 
 def replace_clipping(engine: Any, clip: Callable[[], None]) -> None:
-    """Let `clip` clip the gradients of fp32 ZeRO 0, the only case in which the norm is not kept.
-    DeepSpeed 0.19.8 (runtime/engine.py:3502, `clip_fp32_gradients`) discards the norm: computing it
-    again would read all gradients once more: 32.1 GB / 2.88 TB/s = 11 ms, 4% of 300 ms."""
+    """Let `clip` clip the gradients of fp32 ZeRO 0, the only case in which DeepSpeed 0.19.8
+    discards the norm (runtime/engine.py:3502, `clip_fp32_gradients`). Computing the norm again
+    would read all gradients once more: 32.1 GB / 2.88 TB/s = 11 ms, 4% of 300 ms."""
     engine.clip_fp32_gradients = clip
 
 
 def measured_norm(optimizer: Any) -> Any:
-    """Return the norm of the gradient after DeepSpeed measured it and before it is used. The
-    engine's public `get_global_grad_norm` takes it over after the update (0.19.8,
-    runtime/engine.py:3519, from `_global_grad_norm` of every wrapper)."""
+    """Return the norm of the gradient that DeepSpeed has measured, before the update: the
+    `_global_grad_norm` of every wrapper. The engine's public `get_global_grad_norm` returns it
+    after the update (0.19.8, runtime/engine.py:3519)."""
     return optimizer._global_grad_norm
 
 
@@ -269,9 +273,10 @@ def scaled_loss(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
     """Return `loss` times the loss scale for the backward pass of float16 under ZeRO 0; else
     `loss`.
 
-    DeepSpeed 0.19.8 multiplies by it only for ZeRO's optimizers (runtime/engine.py, `backward`),
-    but divides the gradients by it for ZeRO 0, too (runtime/fp16/unfused_optimizer.py and
-    fused_optimizer.py): updates would be 65,536 times too small, without any overflow.
+    DeepSpeed 0.19.8 multiplies by the scale only for ZeRO's optimizers (runtime/engine.py,
+    `backward`), but divides the gradients by the scale for ZeRO 0, too
+    (runtime/fp16/unfused_optimizer.py and fused_optimizer.py): updates would be 65,536 times too
+    small, without any overflow.
     """
     config = getattr(optimizer, "loss_scale_config", None)
     if config is None or not config.use_grad_scaling:
@@ -286,9 +291,10 @@ def has_overflowed(optimizer: Any) -> bool:
 
 
 def is_model_parallel(parameter: Any) -> bool:
-    """Return whether every rank of a tensor-parallel group counts `parameter`, not only the first.
-    The mark is Megatron's, set by `bigtrain.models.parallel.sharding.tag_shard`. DeepSpeed 0.19.8
-    reads it in runtime/utils.py:134 (`is_model_parallel_parameter`)."""
+    """Return whether `parameter` is sharded over a tensor-parallel group, so that every rank counts
+    its shard, not only the first rank. The mark is Megatron's; `bigtrain.models.parallel.sharding`
+    (`tag_shard`) sets it. DeepSpeed 0.19.8 reads it in runtime/utils.py:134
+    (`is_model_parallel_parameter`)."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 

@@ -8,10 +8,10 @@ lookups, nested decorators, attribute access, rebuilt sets, bound signatures. Th
 identical gathers, releases and prefetches in an identical order at identical points, and leave
 identical nodes in the autograd graph (`tests/unit/engine/deepspeed_patches/test_zero3_hooks.py`).
 
-DeepSpeed's own functions handle passes in which the order of modules is learned or has changed, and
-outputs that hold parameters; its hooks stay for leaf modules, NVMe, secondary partitions (hpZ),
-quantized weights and ZenFlow. Host time of Llama with 434 parameters above a bare loop, per
-parameter and step: 0.65 ms before, 0.27 after; two ranks 0.69 and 0.32.
+DeepSpeed's functions still handle passes in which the order of modules is learned or has changed,
+and outputs that contain parameters; DeepSpeed's hooks stay for leaf modules, NVMe, secondary
+partitions (hpZ), quantized weights and ZenFlow. Host time of Llama with 434 parameters in addition
+to a bare loop, per parameter and step: 0.65 ms before, 0.27 ms after; on two ranks 0.69 and 0.32.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ _STREAM = _PRIVATE + "allgather_stream"
 def replace_hooks(
     optimizer: Any, host_time: HostTime, units: Collection[nn.Module] = frozenset()
 ) -> bool:
-    """Replace the hooks of ZeRO-3's `optimizer`; returns False for one that they do not support.
-    `host_time` counts their time. Each replaces two of DeepSpeed's, under the handle of the first,
-    so that `DeepSpeedZeRoOffload.destroy` removes them and the order among other hooks stays.
+    """Replace the hooks of ZeRO-3's `optimizer`; return False for an optimizer that the hooks do
+    not support. `host_time` counts the time of the hooks. Each hook replaces two of DeepSpeed's,
+    under the handle of the first, so that `DeepSpeedZeRoOffload.destroy` removes it and the order
+    among other hooks stays.
 
-    units: modules that are gathered and released as one, and whose submodules get no hooks, such as
-    compiled layers, whose graph a hook inside would break.
+    units: modules that are gathered and released as a unit, and whose submodules get no hooks: a
+    hook inside of a compiled layer would break its graph.
 
     Price: 0.38 ms of the host per tensor and step x 291 = 111 ms, 37% of 300 ms.
     """
@@ -78,11 +79,12 @@ def replace_hooks(
     modules = list(_in_order_of_registration(offload.module))
     assert len(offload.forward_hooks) == len(offload.backward_hooks) == 2 * len(modules)
     for unit in units:
-        set_z3_leaf_module(unit, True)  # DeepSpeed's coordinator then takes all its parameters
+        set_z3_leaf_module(unit, True)  # DeepSpeed then gathers all parameters of the unit
         _trace_torch_linear()
+    # Modules inside a unit lose their hooks.
     hooked_modules = set(_in_order_of_registration(offload.module))
     coordinator = _Coordinator(offload)
-    # A module with two parents has both hooks twice, and one counter of inputs.
+    # A module with two parents is listed twice, but has one object, with one counter of inputs.
     hooks: dict[nn.Module, _ModuleHooks] = {}
     for number, module in enumerate(modules):
         fetch, release = offload.forward_hooks[2 * number : 2 * number + 2]
@@ -98,17 +100,17 @@ def replace_hooks(
         release.hooks_dict_ref()[release.id] = hooks[module].after_forward
         before_backward.remove()
         after_backward.remove()
-    cut = offload.module.register_forward_pre_hook(_ModuleStackReset(), prepend=True)
-    offload.forward_hooks.append(cut)
+    reset = offload.module.register_forward_pre_hook(_ModuleStackReset(), prepend=True)
+    offload.forward_hooks.append(reset)
     return True
 
 
 @cache
 def _trace_torch_linear() -> None:
-    """Let graphs contain torch's linear product instead of the `LinearFunctionForZeroStage3` that
-    DeepSpeed 0.19.8 calls for it (runtime/zero/linear.py), whose backward pass reads the state of a
-    parameter while a graph is traced. What it saves memory for, a graph does not need: the memory
-    of a parameter in a graph is released with the parameter."""
+    """Let graphs contain torch's linear product instead of DeepSpeed 0.19.8's
+    `LinearFunctionForZeroStage3` (runtime/zero/linear.py), whose backward pass reads the state of a
+    parameter while a graph is traced. The Function exists to release the memory of parameters; a
+    graph releases the memory with the parameter anyway."""
 
     def linear(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -133,6 +135,7 @@ def has_own_hooks(optimizer: Any) -> bool:
 
 
 def _in_order_of_registration(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules in the order in which DeepSpeed registers hooks: children before parents."""
     if not z3_leaf_module(module):
         for child in module.children():
             yield from _in_order_of_registration(child)
@@ -166,7 +169,7 @@ class _ModuleHooks:
         self._time = host_time
         self._params: tuple[Any, ...] = tuple(module.parameters(recurse=z3_leaf_module(module)))
         self._ds_id: int = vars(module)["ds_id"]
-        # Inputs of the last pass whose gradients are still to come.
+        # Number of inputs of the last forward pass that have not got a gradient yet.
         self._remaining = 0
 
     def before_forward(self, module: nn.Module, inputs: Any) -> Any:
@@ -174,19 +177,19 @@ class _ModuleHooks:
         FWD_MODULE_STACK.append(module)
         self._coordinator.fetch(self._module, self._ds_id, self._all_params(), forward=True)
         self._remaining = 0
-        passed = None
+        new_inputs = None  # None: unchanged
         if len(inputs) == 1 and type(inputs[0]) is torch.Tensor:
             if inputs[0].requires_grad:
-                passed = self._input(inputs[0])
+                new_inputs = self._input(inputs[0])
         elif inputs:
-            passed = apply_to_tensors_only(self._input, inputs, _unknown)
+            new_inputs = apply_to_tensors_only(self._input, inputs, _unknown)
         self._time.seconds += perf_counter() - self._time.waited - start
-        return passed
+        return new_inputs
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         start = perf_counter() - self._time.waited
-        # DeepSpeed's own hook handles anything but a tensor or a tuple of tensors of which none is
-        # known to be a parameter's alias, and lets the module above gather what it finds.
+        # An output other than a tensor or a tuple of tensors may contain a parameter, and a tensor
+        # may be an alias of a parameter: DeepSpeed's hook lets the parent module gather parameters.
         if type(output) is torch.Tensor:
             holds_no_parameter = not hasattr(output, "ds_param_alias")
         else:
@@ -201,13 +204,13 @@ class _ModuleHooks:
         else:
             self._deepspeed_release(module, inputs, output)
         if type(output) is torch.Tensor:
-            passed = self._output(output)
+            new_output = self._output(output)
         elif type(output) is tuple:
-            passed = tuple(map(self._any_output, output))
+            new_output = tuple(map(self._any_output, output))
         else:
-            passed = self._any_output(output)
+            new_output = self._any_output(output)
         self._time.seconds += perf_counter() - self._time.waited - start
-        return passed
+        return new_output
 
     def before_backward(self) -> None:
         start = perf_counter() - self._time.waited
@@ -240,9 +243,9 @@ class _ModuleHooks:
 
 
 class _ModuleStackReset:
-    """Pops, before a forward pass of the model, what the last pass left on the module stack:
-    torch's checkpointing ends a pass in the middle of a layer by an exception, and DeepSpeed's
-    hooks never pop those modules, a leak of some 20 entries per layer and step."""
+    """Hook before a forward pass of the model that pops the modules which the last pass has left on
+    the module stack: torch's checkpointing ends a pass in the middle of a layer by an exception,
+    and DeepSpeed's hooks never pop the modules, a leak of some 20 entries per layer and step."""
 
     def __init__(self) -> None:
         self._depth = len(FWD_MODULE_STACK)
@@ -312,6 +315,7 @@ class _Coordinator:
         state = self._state
         step: int = state[_STEP]
         order = state[_ORDER]
+        # The order is still learned, or has changed, or a frozen parameter is recomputed.
         if (
             state[_MODE] is not ZeRoTraceMode.COMPLETE
             or step >= len(order)
@@ -333,8 +337,8 @@ class _Coordinator:
             handles = state[_IN_FLIGHT]
             for param in params:
                 param.ds_active_sub_modules.add(ds_id)
-                # Also an available parameter: it may be part of a gather of several parameters,
-                # which are waited for as one.
+                # Wait also for an available parameter, which may be a part of a gather of several
+                # parameters with one handle.
                 if handles and param in handles:
                     self._wait(param)
                 assert param.ds_status is _AVAILABLE, param.ds_summary()
@@ -360,6 +364,7 @@ class _Coordinator:
 
     @torch.no_grad()
     def _wait(self, param: Any) -> None:
+        """Wait for the gather of `param`, and limit the number of gathers in progress."""
         state = self._state
         events = state[_FETCH_EVENTS]
         with self._accelerator.stream(state[_STREAM]):
@@ -374,18 +379,19 @@ class _Coordinator:
                 events.append(event)
 
     def _prefetch(self, forward: bool) -> None:
+        """Begin to gather the next parameters of the queue, within DeepSpeed's limits."""
         state = self._state
         fetched_for, queue = state[_FETCHED_FOR], state[_QUEUE]
         max_elements = min(state[_MOST_AVAILABLE] - state[_NUM_AVAILABLE], state[_PREFETCH_SIZE])
         params: set[Any] = set()
-        numel = 0
-        while queue and numel < max_elements:
+        num_elements = 0
+        while queue and num_elements < max_elements:
             queued = queue.popleft()
             param = queued.param
             fetched_for[param] = max(fetched_for[param], queued.step_id_last_used_at)
             if param.ds_status is _ABSENT and param not in params:
                 params.add(param)
-                numel += param.ds_numel
+                num_elements += param.ds_numel
         if params:
             self._gather(params, forward)
 

@@ -1,9 +1,10 @@
 """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235), as `torch.optim.Adafactor` (torch 2.13,
 torch/optim/_adafactor.py), for parameters sharded by ZeRO and the parallel degrees.
 
-The second moment is a number per row and per column of a matrix, and the step size depends on the
-root mean square of full parameters: sums over elements, which one all-reduce of (rows + columns)
-numbers and one of a number per parameter complete. So every rank has all states.
+The second moment of a matrix is a number per row and per column, and the step size depends on the
+root mean square of the full parameter. Both are sums over elements, which are completed by an
+all-reduce of rows + columns numbers and an all-reduce of a number per parameter. So every rank has
+all states.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from bigtrain.models.parallel.sharding import full_shape
 from bigtrain.settings.sections.optimizer import AdafactorSection
 
 _EPS = torch.finfo(torch.float32).eps
-_SUMMED = {"row_var": -1, "col_var": -2, "variance": None}
-"""The dimension over which each state is the mean of squared gradients."""
+_MEAN_DIM = {"row_var": -1, "col_var": -2, "variance": None}
+"""Dimension over which each state is the mean of squared gradients; None: no mean."""
 
 
 class Adafactor(UpdateRule):
@@ -51,7 +52,7 @@ class Adafactor(UpdateRule):
             if parameter.requires_grad
         }
         self._parts: list[MasterPart] | None = None
-        self._copies: dict[str, float] = {}
+        self._num_holders: dict[str, float] = {}
         self._states: dict[str, dict[str, torch.Tensor]] = {}
 
     @classmethod
@@ -64,11 +65,11 @@ class Adafactor(UpdateRule):
         for part in self._parts:
             for _, view in cut_parts(part.shard, part.start, part.of(part.master)):
                 num_elements[part.name] += view.numel()
-        total = self._summed(torch.tensor(list(num_elements.values()), dtype=torch.float64))
-        # How many ranks hold an element; equal for all elements of a parameter.
-        self._copies = {
-            name: count / math.prod(self._shapes[name])
-            for name, count in zip(num_elements, total.tolist(), strict=True)
+        totals = self._summed(torch.tensor(list(num_elements.values()), dtype=torch.float64))
+        # The number of ranks that hold an element is equal for all elements of a parameter.
+        self._num_holders = {
+            name: total / math.prod(self._shapes[name])
+            for name, total in zip(num_elements, totals.tolist(), strict=True)
         }
 
     def small_states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -88,16 +89,20 @@ class Adafactor(UpdateRule):
         # Second moments V, then updates U = G / sqrt(V): both need sums over full parameters.
         rectangles = list(updated_rectangles(self._parts, masters))
         step = float(masters[0].step_count())
-        squares = self._follow_moments(names, rectangles, step**self._section.beta2_decay)
-        updates = self._totals(names, lambda box: self._direction(box).square_().sum(), rectangles)
-        # alpha = max(eps2, RMS(X)) rho, and the update is divided by max(1, RMS(U) / d).
+        square_sums = self._update_moments(names, rectangles, step**self._section.beta2_decay)
+        update_square_sums = self._sums_by_name(
+            names, lambda rectangle: self._to_update(rectangle).square_().sum(), rectangles
+        )
+        # alpha = max(eps2, RMS(X)) rho, and the update is divided by max(1, RMS(U) / d), with
+        # RMS(X) = norm of X / sqrt(number of elements).
         lr, decay = group["lr"], group["weight_decay"]
         rho = min(lr, 1 / math.sqrt(step))
         for rectangle in rectangles:
-            size = math.sqrt(math.prod(self._shapes[rectangle.parameter]))
-            alpha = rho * max(self._section.eps2, math.sqrt(squares[rectangle.parameter]) / size)
-            norm = math.sqrt(updates[rectangle.parameter])
-            denominator = max(1.0, norm / (size * self._section.clip_threshold))
+            root_size = math.sqrt(math.prod(self._shapes[rectangle.parameter]))
+            norm = math.sqrt(square_sums[rectangle.parameter])
+            alpha = rho * max(self._section.eps2, norm / root_size)
+            update_norm = math.sqrt(update_square_sums[rectangle.parameter])
+            denominator = max(1.0, update_norm / (root_size * self._section.clip_threshold))
             rectangle.values.mul_(1 - lr * decay)
             rectangle.values.add_(rectangle.gradient, alpha=-alpha / denominator)
 
@@ -109,56 +114,64 @@ class Adafactor(UpdateRule):
             "col_var": torch.zeros(*shape[:-2], 1, shape[-1]),
         }
 
-    def _follow_moments(
+    def _update_moments(
         self, names: Sequence[str], rectangles: Sequence[UpdatedRectangle], weight: float
     ) -> dict[str, float]:
-        """Update the second moments with `weight`; return each parameter's sum of squares."""
-        fresh = {name: self._new_state(self._shapes[name]) for name in names}
-        for box in rectangles:
-            squares = box.gradient.square()
-            for state_name, total in fresh[box.parameter].items():
-                slices = _place(total, box)
-                dim = _SUMMED[state_name]
-                total[slices] += (squares if dim is None else squares.sum(dim, keepdim=True)).cpu()
-        flat = [total.view(-1) for state in fresh.values() for total in state.values()]
-        sums = self._summed(torch.cat(flat) if flat else torch.zeros(0))
+        """Update the second moments with `weight`; return the sum of the squared values of each
+        parameter. Collective."""
+        # Sum the squared gradients of this rank, then of all ranks in one flat tensor.
+        square_sums = {name: self._new_state(self._shapes[name]) for name in names}
+        for rectangle in rectangles:
+            squares = rectangle.gradient.square()
+            for state_name, sums in square_sums[rectangle.parameter].items():
+                dim = _MEAN_DIM[state_name]
+                summed = squares if dim is None else squares.sum(dim, keepdim=True)
+                sums[_state_index(sums, rectangle)] += summed.cpu()
+        flat = [sums.view(-1) for state in square_sums.values() for sums in state.values()]
+        flat_totals = self._summed(torch.cat(flat) if flat else torch.zeros(0))
+        # V <- V + weight (mean of G^2 - V)
         begin = 0
-        for name, state in fresh.items():
-            for state_name, total in state.items():
-                summed = sums[begin : begin + total.numel()].view(total.shape)
-                begin += total.numel()
-                dim = _SUMMED[state_name]
+        for name, state in square_sums.items():
+            for state_name, sums in state.items():
+                totals = flat_totals[begin : begin + sums.numel()].view(sums.shape)
+                begin += sums.numel()
+                dim = _MEAN_DIM[state_name]
                 count = 1 if dim is None else self._shapes[name][dim]
-                self._states[name][state_name].lerp_(summed / (count * self._copies[name]), weight)
-        return self._totals(names, lambda box: box.values.square().sum(), rectangles)
+                mean = totals / (count * self._num_holders[name])
+                self._states[name][state_name].lerp_(mean, weight)
+        return self._sums_by_name(
+            names, lambda rectangle: rectangle.values.square().sum(), rectangles
+        )
 
-    def _direction(self, box: UpdatedRectangle) -> torch.Tensor:
-        """Convert the gradient in place to the update; return a copy to compute with."""
-        state = self._states[box.parameter]
+    def _to_update(self, rectangle: UpdatedRectangle) -> torch.Tensor:
+        """Convert the gradient in place to the update U = G / sqrt(V); return a copy."""
+        state, device = self._states[rectangle.parameter], rectangle.gradient.device
         if "variance" in state:
-            estimate = state["variance"][_place(state["variance"], box)].to(box.gradient.device)
+            variance = state["variance"]
+            estimate = variance[_state_index(variance, rectangle)].to(device)
         else:
+            # V = (row means) (column means)^T / mean of the row means
             rows, columns = state["row_var"], state["col_var"]
             mean = rows.mean(-2, keepdim=True).clamp_(min=self._eps1)
-            scaled = (rows / mean)[_place(rows, box)].to(box.gradient.device)
-            estimate = scaled * columns[_place(columns, box)].to(box.gradient.device)
-        box.gradient.mul_(estimate.clamp(min=self._eps1 * self._eps1).rsqrt_())
-        return box.gradient.clone()
+            scaled_rows = (rows / mean)[_state_index(rows, rectangle)].to(device)
+            estimate = scaled_rows * columns[_state_index(columns, rectangle)].to(device)
+        rectangle.gradient.mul_(estimate.clamp(min=self._eps1 * self._eps1).rsqrt_())
+        return rectangle.gradient.clone()
 
-    def _totals(
+    def _sums_by_name(
         self,
         names: Sequence[str],
         measure: Callable[[UpdatedRectangle], torch.Tensor],
         rectangles: Sequence[UpdatedRectangle],
     ) -> dict[str, float]:
-        """Return the results of `measure`, summed over each parameter."""
+        """Return the results of `measure`, summed over each parameter. Collective."""
         local_sums = {name: torch.zeros((), dtype=torch.float64) for name in names}
-        for box in rectangles:
-            local_sums[box.parameter] += measure(box).cpu()
+        for rectangle in rectangles:
+            local_sums[rectangle.parameter] += measure(rectangle).cpu()
         stacked = torch.stack(list(local_sums.values())) if local_sums else torch.zeros(0)
         sums = self._summed(stacked)
         return {
-            name: total / self._copies[name]
+            name: total / self._num_holders[name]
             for name, total in zip(names, sums.tolist(), strict=True)
         }
 
@@ -172,9 +185,9 @@ class Adafactor(UpdateRule):
 RULE = Adafactor
 
 
-def _place(state: torch.Tensor, rectangle: UpdatedRectangle) -> tuple[slice, ...]:
+def _state_index(state: torch.Tensor, rectangle: UpdatedRectangle) -> tuple[slice, ...]:
     """Return the index of the rectangle's rows, columns or elements in a state."""
     return tuple(
-        slice(0, 1) if size == 1 else along
-        for size, along in zip(state.shape, rectangle.box.slices, strict=True)
+        slice(0, 1) if size == 1 else dim_slice
+        for size, dim_slice in zip(state.shape, rectangle.box.slices, strict=True)
     )

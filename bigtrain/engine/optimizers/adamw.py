@@ -35,13 +35,16 @@ class AdamW(UpdateRule):
             if self._dtype == torch.float32:
                 self._fused(master.values, master.gradient, first, second, step=step, group=group)
                 continue
+            # Moments in 16 bits are float32 for a part of the elements at a time.
             for values, gradient, mean, square in chunks(
                 master.values, master.gradient, first, second
             ):
-                wide = mean.float(), square.float()
-                self._fused(values, gradient, *wide, step=step.clone(), group=group)
-                store(mean, wide[0], gradient)
-                store(square, wide[1], gradient)
+                wide_mean, wide_square = mean.float(), square.float()
+                self._fused(
+                    values, gradient, wide_mean, wide_square, step=step.clone(), group=group
+                )
+                store(mean, wide_mean, gradient)
+                store(square, wide_square, gradient)
             step += 1
 
     def _fused(
@@ -54,7 +57,7 @@ class AdamW(UpdateRule):
         step: torch.Tensor,
         group: Mapping[str, Any],
     ) -> None:
-        """Counts one in `step`."""
+        """Update values and moments in place by torch's kernel, which also increments `step`."""
         adamw(
             [values],
             [gradient],

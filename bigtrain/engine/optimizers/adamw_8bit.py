@@ -3,12 +3,12 @@
 on full parameters in one process.
 
 An element of a moment is a code into a table of 256 values; each block of 256 elements of the
-flattened full parameter has a float32 scale, its largest magnitude. A block may be on several
-ranks. These agree on its scale by an all-reduce, and a maximum has no rounding: so codes, scales
-and weights do not depend on how ZeRO and the parallel degrees divide a parameter.
+flattened full parameter has a float32 scale: the largest magnitude in the block. If a block is on
+several ranks, the ranks agree on the scale by an all-reduce; a maximum has no rounding. So codes,
+scales and weights do not depend on how ZeRO and the parallel degrees divide a parameter.
 
-The new moments are computed twice, for the scales and for the codes, so that they are in float32
-only for a part of the elements at a time.
+The new moments are computed twice, for the scales and for the codes, so that only a part of the
+elements is in float32 at a time.
 """
 
 from __future__ import annotations
@@ -138,54 +138,55 @@ class AdamW8bit(UpdateRule):
                 self._scales[name] = torch.zeros(self._scales_shape(name), device=self._device)
         if group.get(ALLOCATES):
             return
-        fresh = self.new_scales(names, masters)
+        new_scales = self.new_scales(names, masters)
         if self._group is not None:
-            dist.all_reduce(fresh, op=dist.ReduceOp.MAX, group=self._group)
-        self.finish(names, masters, group, fresh)
+            dist.all_reduce(new_scales, op=dist.ReduceOp.MAX, group=self._group)
+        self.finish(names, masters, group, new_scales)
 
     def new_scales(self, names: Sequence[str], masters: Sequence[Master]) -> torch.Tensor:
-        """Return the scales of the next moments of `names`, flat, as far as this rank's elements
-        decide them."""
-        fresh = torch.zeros(
+        """Return the scales of the next moments of `names`, flat, from the elements of this
+        rank."""
+        new_scales = torch.zeros(
             sum(math.prod(self._scales_shape(name)) for name in names), device=self._device
         )
-        scales_by_name = self._by_name(names, fresh)
-        for piece, blocks in self._pieces(masters):
-            moments = self._next_moments(piece, blocks)
-            nothing = moments[0].new_zeros(blocks.num_blocks)
-            for scale, moment in zip(scales_by_name[piece.parameter], moments, strict=True):
-                largest = blocks.spread(moment.abs_(), nothing).amax(1).to(self._device)
+        scales_by_name = self._scales_by_name(names, new_scales)
+        for rectangle, blocks in self._rectangles(masters):
+            moments = self._next_moments(rectangle, blocks)
+            zeros = moments[0].new_zeros(blocks.num_blocks)
+            for scale, moment in zip(scales_by_name[rectangle.parameter], moments, strict=True):
+                largest = blocks.spread(moment.abs_(), zeros).amax(1).to(self._device)
                 scale[blocks.index] = torch.maximum(scale[blocks.index], largest)
-        return fresh
+        return new_scales
 
     def finish(
         self,
         names: Sequence[str],
         masters: Sequence[Master],
         group: Mapping[str, Any],
-        fresh: torch.Tensor,
+        new_scales: torch.Tensor,
     ) -> None:
-        """Update masters and codes, with the scales `fresh`, the maxima over all ranks."""
+        """Update masters and codes, with the scales `new_scales`, the maxima over all ranks."""
         # AdamW: x <- (1 - lr decay) x - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
-        scales_by_name, step = self._by_name(names, fresh), int(masters[0].step_count())
-        first_share = 1.0 - self._betas[0] ** step
-        second_root = math.sqrt(1.0 - self._betas[1] ** step)
+        scales_by_name, step = self._scales_by_name(names, new_scales), int(masters[0].step_count())
+        mean_correction = 1.0 - self._betas[0] ** step
+        square_correction_root = math.sqrt(1.0 - self._betas[1] ** step)
         lr, decay = group["lr"], group["weight_decay"]
-        for piece, blocks in self._pieces(masters):
-            moments = self._next_moments(piece, blocks)
-            values = piece.values.reshape(-1)
+        for rectangle, blocks in self._rectangles(masters):
+            moments = self._next_moments(rectangle, blocks)
+            mean, square = moments
+            values = rectangle.values.reshape(-1)
             if decay > 0.0:
                 values.mul_(1.0 - lr * decay)
-            divisor = (moments[1].sqrt() / second_root).add_(self._eps)
-            values.addcdiv_(moments[0], divisor, value=-lr / first_share)
-            if not piece.values.is_contiguous():
-                piece.values.copy_(values.view(piece.values.shape))
-            scales = scales_by_name[piece.parameter]
+            divisor = (square.sqrt() / square_correction_root).add_(self._eps)
+            values.addcdiv_(mean, divisor, value=-lr / mean_correction)
+            if not rectangle.values.is_contiguous():
+                rectangle.values.copy_(values.view(rectangle.values.shape))
+            scales = scales_by_name[rectangle.parameter]
             for codes, moment, scale, table in zip(
-                piece.states, moments, scales, self._tables, strict=True
+                rectangle.states, moments, scales, self._tables, strict=True
             ):
-                # Where elements of a block are on other ranks, the scale replaces them: the
-                # kernel finds it again as the largest magnitude.
+                # The kernel takes the largest magnitude of a block as its scale. The scale fills
+                # the positions of elements on other ranks, so that the kernel finds it.
                 rows = blocks.spread(moment, scale[blocks.index].to(moment.device))
                 quantized, _ = self._quantize(rows, code=table, blocksize=BLOCK_ELEMENTS)
                 codes.copy_(blocks.take(quantized).view(codes.shape))
@@ -193,13 +194,13 @@ class AdamW8bit(UpdateRule):
             self._scales[name].copy_(scales_by_name[name])
 
     def _next_moments(
-        self, piece: UpdatedRectangle, blocks: Blocks
+        self, rectangle: UpdatedRectangle, blocks: Blocks
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both moments with the gradient, in float32."""
-        gradient = piece.gradient.reshape(-1)
+        """Return both moments after adding the gradient, in float32, flat."""
+        gradient = rectangle.gradient.reshape(-1)
         moments = []
         for codes, scale, table in zip(
-            piece.states, self._scales[piece.parameter], self._tables, strict=True
+            rectangle.states, self._scales[rectangle.parameter], self._tables, strict=True
         ):
             # Decode: the table's value for a code, times the scale of the block.
             block_scales = scale[blocks.index].to(codes.device)[:, None].expand(-1, BLOCK_ELEMENTS)
@@ -209,17 +210,20 @@ class AdamW8bit(UpdateRule):
         second.mul_(self._betas[1]).addcmul_(gradient, gradient, value=1.0 - self._betas[1])
         return first, second
 
-    def _pieces(self, masters: Sequence[Master]) -> Iterator[tuple[UpdatedRectangle, Blocks]]:
+    def _rectangles(self, masters: Sequence[Master]) -> Iterator[tuple[UpdatedRectangle, Blocks]]:
         """Yield the rectangles that this rank updates, with their codes and their blocks."""
         assert self._parts is not None
 
         def codes(master: Master) -> Iterator[torch.Tensor]:
             return (master.moment(name, torch.uint8) for name in CODES)
 
-        for piece in updated_rectangles(self._parts, masters, codes, _CHUNK):
-            yield piece, Blocks(self._shapes[piece.parameter], piece.box, piece.values.device)
+        for rectangle in updated_rectangles(self._parts, masters, codes, _CHUNK):
+            yield (
+                rectangle,
+                Blocks(self._shapes[rectangle.parameter], rectangle.box, rectangle.values.device),
+            )
 
-    def _by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _scales_by_name(self, names: Sequence[str], flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the scales in `flat`, by parameter."""
         shapes = [self._scales_shape(name) for name in names]
         parts = flat.split([math.prod(shape) for shape in shapes])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -23,15 +23,15 @@ from bigtrain.settings.run_config import AdaptersSection, OptimizerSection
 from bigtrain.settings.sections.optimizer import facts_of_optimizer
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""From parameter groups; what `deepspeed.initialize` takes as `optimizer`."""
+"""Function from parameter groups to their optimizer, an argument of `deepspeed.initialize`."""
 
 
 def optimizer_maker(
     section: OptimizerSection, model: nn.Module, mesh: Mesh, device: torch.device
 ) -> MakeOptimizer | None:
     """Return the function that makes the optimizer from `parameter_groups`; None if DeepSpeed makes
-    it by its JSON. Collective over all ranks. Raises ConfigError for settings that do not fit the
-    model."""
+    the optimizer of its JSON. Collective over all ranks. Raises ConfigError for settings that do
+    not fit the model."""
     if not section.is_own:
         return None
     dtype: torch.dtype = getattr(torch, section.state_dtype)
@@ -43,7 +43,7 @@ def optimizer_maker(
 
 
 def rule_class(name: str) -> type[UpdateRule]:
-    """Return the update rule of ``optimizer.type`` = `name`: of the module that the table names."""
+    """Return the update rule of ``optimizer.type`` = `name`."""
     rule: type[UpdateRule] = import_module(facts_of_optimizer(name).module).RULE
     return rule
 
@@ -63,11 +63,11 @@ def parameter_groups(
     untrained: Collection[str] = (),
     adapters: AdaptersSection | None = None,
 ) -> list[dict[str, Any]]:
-    """Return groups with and without weight decay, in this order, and of hidden matrices if the
-    optimizer updates only hidden matrices, or of small parameters if it updates no small
-    parameters; then groups with the learning rate of LoRA+, one per group so far, if
-    `adapters` has its ratio; then groups of experts, one per group so far, if `expert_size` ranks
-    divide experts. Any group may be empty. `untrained`: as in `split_by_decay`."""
+    """Return the parameter groups, any of which may be empty, in this order: with weight decay;
+    without weight decay; hidden matrices, if the optimizer updates only these; small parameters, if
+    the optimizer does not update these. With LoRA+ a second group for each group so far has the
+    higher learning rate; then, if `expert_size` ranks divide experts, a further group for each
+    group so far has the experts. `untrained`: as in `split_by_decay`."""
     split = split_by_decay(model, decay_embeddings=section.decay_embeddings, untrained=untrained)
     groups: list[dict[str, Any]] = [
         {"params": split.decay, "weight_decay": section.weight_decay, "name": "decay"},
@@ -79,7 +79,7 @@ def parameter_groups(
     if section.facts.beside is not None:
         from bigtrain.models.parallel.hidden_matrices import hidden_matrices
 
-        # Hidden matrices leave their groups. Adapters of weights that get no gradient stay in the
+        # Move hidden matrices to a group. Adapters of weights that get no gradient stay in the
         # group without decay: torch skips them.
         matrix_ids = {
             id(parameter_of(model, name))
@@ -91,44 +91,52 @@ def parameter_groups(
             group["params"] = [p for p in group["params"] if id(p) not in matrix_ids]
         settings = section.own_settings
         decay, lr = getattr(settings, "weight_decay", None), getattr(settings, "lr", None)
-        row = {
-            "params": matrices,
-            "weight_decay": section.weight_decay if decay is None else decay,
-            "name": "matrices",
-            "rule": section.type,
-            "lr_ratio": 1.0 if lr is None else lr / section.lr,
-        }
-        groups.append(row)
+        groups.append(
+            {
+                "params": matrices,
+                "weight_decay": section.weight_decay if decay is None else decay,
+                "name": "matrices",
+                "rule": section.type,
+                "lr_ratio": 1.0 if lr is None else lr / section.lr,
+            }
+        )
+    names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     if section.facts.small is not None:
-        # Parameters with few elements have another optimizer: they leave their groups.
+        # Move parameters with few elements, which have another optimizer, to groups.
+        limit = section.facts.min_elements
         for group in groups[:]:
-            limit = section.facts.min_elements
-            small = [p for p in group["params"] if math.prod(full_shape(p)) < limit]
-            small_ids = {id(parameter) for parameter in small}
-            group["params"] = [p for p in group["params"] if id(p) not in small_ids]
-            row = {"params": small, "name": f"small_{group['name']}", "rule": section.facts.small}
-            groups.append({**group, **row})
+            small, large = _partition(group["params"], lambda p: math.prod(full_shape(p)) < limit)
+            group["params"] = large
+            keys = {"params": small, "name": f"small_{group['name']}", "rule": section.facts.small}
+            groups.append({**group, **keys})
     if adapters is not None and adapters.loraplus_lr_ratio is not None:
         # LoRA+ (Hayou et al. 2024, arXiv 2402.12354): B and vectors learn faster than A.
-        names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         for group in groups[:]:
-            fast = [p for p in group["params"] if learns_faster(names_by_id[id(p)], full_shape(p))]
-            fast_ids = {id(parameter) for parameter in fast}
-            group["params"] = [p for p in group["params"] if id(p) not in fast_ids]
-            row = {"params": fast, "name": f"loraplus_{group['name']}"}
-            groups.append({**group, **row, "lr_ratio": adapters.loraplus_lr_ratio})
-    # Experts that ranks divide: DeepSpeed reduces their gradients over other groups of ranks.
+            fast, slow = _partition(
+                group["params"], lambda p: learns_faster(names_by_id[id(p)], full_shape(p))
+            )
+            group["params"] = slow
+            keys = {"params": fast, "name": f"loraplus_{group['name']}"}
+            groups.append({**group, **keys, "lr_ratio": adapters.loraplus_lr_ratio})
+    # Experts that ranks divide: DeepSpeed reduces the gradients over other groups of ranks.
     if expert_size > 1:
         expert_group_name = name_of_experts(expert_size)
         for group in groups[:]:
-            experts = [parameter for parameter in group["params"] if is_expert(parameter)]
-            group["params"] = [p for p in group["params"] if not is_expert(p)]
+            experts, group["params"] = _partition(group["params"], is_expert)
             groups.append(as_expert_group({**group, "params": experts}, expert_group_name))
     if section.is_own:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
         for group in groups:
-            group["names"] = [names[id(parameter)] for parameter in group["params"]]
+            group["names"] = [names_by_id[id(parameter)] for parameter in group["params"]]
     return groups
+
+
+def _partition(
+    parameters: Sequence[nn.Parameter], condition: Callable[[nn.Parameter], bool]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters that fulfil the condition, and the remaining ones."""
+    fulfilling = [parameter for parameter in parameters if condition(parameter)]
+    remaining = [parameter for parameter in parameters if not condition(parameter)]
+    return fulfilling, remaining
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

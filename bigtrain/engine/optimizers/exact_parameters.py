@@ -1,9 +1,10 @@
-"""Parameters in another dtype, in addition to the 16-bit copies that DeepSpeed holds.
+"""Exact values of parameters, in another dtype than DeepSpeed's 16-bit copies.
 
-Some architectures compute in 16 bit but keep parameters in float32 (`ParameterPlan.float32_names`:
-routers, recurrent states, selection biases). Modules read these parameters from float32 tensors,
-assembled from the fp32 masters after each update; the gradient goes to the 16-bit copy. Frozen
-parameters are kept in the dtype of the base's file (`bigtrain.engine.checkpoint.fragments`).
+Some architectures compute in 16 bits but keep some parameters in float32
+(`ParameterPlan.float32_names`: routers, recurrent states, selection biases). Modules read these
+parameters from float32 tensors, assembled from the fp32 masters after each update; the gradient
+goes to the 16-bit copy. Frozen parameters are kept in the dtype of the base's file
+(`bigtrain.engine.checkpoint.fragments`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class _Exact(torch.autograd.Function):
 
 
 class ExactParameters:
-    """Exact values of one engine's parameters. values: parameters that modules read in float32, by
-    name, this rank's shard in full. owned: names of parameters updated here, not by the optimizer.
-    frozen: this rank's range of frozen parameters as in their files; None if another rank with an
-    equal range keeps it."""
+    """Exact values of the parameters of an engine. values: parameters that modules read in float32,
+    by name, this rank's complete shard. owned: names of parameters that are updated in `values`,
+    not by the optimizer. frozen: this rank's range of frozen parameters as in the files; None if
+    another rank with an equal range keeps it."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class ExactParameters:
             parts = {part.name: part for part in master_parts(engine, model) if part.count}
         for name in names:
             part, flat = parts.get(name), self.values[name].view(-1)
-            # Each replica has a range of the shard, or nothing: in zeros, the ranges add up to the
-            # shard. Replicated parts need no sum.
+            # Replicas have disjoint ranges of the shard: filled up with zeros, the ranges add up to
+            # the shard. Replicated parts need no sum.
             is_divided = part is None or not part.is_replicated
             if is_divided:
                 flat.zero_()

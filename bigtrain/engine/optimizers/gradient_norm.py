@@ -1,6 +1,6 @@
 """Gradient norm of a model whose parameters are sharded over ranks, under float32 ZeRO 0.
 
-DeepSpeed's optimizers take their own norms: ZeRO 1 and 2 by `norm_of` in
+DeepSpeed's optimizers compute their norms: ZeRO 1 and 2 by `norm_of` in
 `deepspeed_patches/step.py`, ZeRO 3 by `get_grad_norm_direct` and `_get_norm_groups` of DeepSpeed's
 runtime/zero/stage3.py.
 """
@@ -24,9 +24,10 @@ from bigtrain.models.parallel.sharding import is_expert
 
 
 def is_counted(parameter: Any, mesh: Mesh) -> bool:
-    """Return whether this rank's gradient of `parameter` enters the norm: every element does once.
-    By the marks that DeepSpeed's own norms go by: shards count everywhere, replicated parameters on
-    the first rank of a tensor-parallel group, tied ones on one pipeline stage."""
+    """Return whether this rank counts the gradient of `parameter` in the norm, so that every
+    element counts once: every rank counts its shards, the first rank of a tensor-parallel group
+    replicated parameters, and one pipeline stage tied parameters. DeepSpeed's norms read equal
+    marks."""
     if is_replicated(parameter):
         return False
     return mesh.coordinates.tensor_rank == 0 or is_model_parallel(parameter)
@@ -36,14 +37,15 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """Return the 2-norm of the full model's gradient, which is already averaged over replicas.
     Collective over `mesh.model`, and if ranks share the experts over `mesh.expert`."""
     all_parameters = list(parameters)
-    # A rank may have no gradient, for example a pipeline stage that is all frozen.
-    gradients: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    # Either list may be empty, for example in a pipeline stage whose parameters are all frozen.
+    gradients: list[torch.Tensor] = []
+    expert_gradients: list[torch.Tensor] = []
     for parameter in all_parameters:
         if parameter.grad is not None and is_counted(parameter, mesh):
-            gradients[is_expert(parameter)].append(parameter.grad)
-    norm: torch.Tensor = torch.nn.utils.get_total_norm(gradients[False])
+            (expert_gradients if is_expert(parameter) else gradients).append(parameter.grad)
+    norm: torch.Tensor = torch.nn.utils.get_total_norm(gradients)
     if mesh.topology.expert_size > 1:
-        expert_norm = torch.nn.utils.get_total_norm(gradients[True])
+        expert_norm = torch.nn.utils.get_total_norm(expert_gradients)
         squared = expert_norm.to(all_parameters[0].device).square()
         dist.all_reduce(squared, group=mesh.expert)
         norm = (norm.to(squared.device).square() + squared).sqrt()
@@ -55,7 +57,7 @@ def total_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> torch.Tensor:
-    """Scale the gradients down to `max_norm`; returns their `total_norm` before. Collective."""
+    """Scale the gradients down to `max_norm`; return `total_norm` before scaling. Collective."""
     all_parameters = list(parameters)
     with_gradient = [p for p in all_parameters if p.grad is not None]
     norm = total_norm(all_parameters, mesh)

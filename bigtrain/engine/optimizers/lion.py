@@ -31,10 +31,13 @@ class Lion(UpdateRule):
             master.step_count().add_(1)
             moment = master.moment("exp_avg", self._dtype)
             for values, gradient, mean in chunks(master.values, master.gradient, moment):
-                wide = mean.float()
+                # x <- (1 - lr decay) x - lr sign(beta1 m + (1 - beta1) g)
+                # m <- beta2 m + (1 - beta2) g
+                wide_mean = mean.float()
                 values.mul_(1 - group["lr"] * group["weight_decay"])
-                values.add_(wide.lerp(gradient, 1 - self._betas[0]).sign_(), alpha=-group["lr"])
-                store(mean, wide.lerp_(gradient, 1 - self._betas[1]), gradient)
+                direction = wide_mean.lerp(gradient, 1 - self._betas[0]).sign_()
+                values.add_(direction, alpha=-group["lr"])
+                store(mean, wide_mean.lerp_(gradient, 1 - self._betas[1]), gradient)
 
 
 RULE = Lion

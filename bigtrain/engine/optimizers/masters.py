@@ -36,10 +36,10 @@ class MasterPart(MasterRange):
         """Return the range of a tensor that is shaped like the master, 1-D."""
         return tensor.view(-1).narrow(0, self.offset, self.count)
 
-    def narrow(self, first: int, stop: int) -> MasterPart:
-        """Return its elements [first, stop), with their view as the master."""
-        view = self.of(self.master.data)[first:stop]
-        return replace(self, master=view, offset=0, count=stop - first, start=self.start + first)
+    def narrow(self, begin: int, end: int) -> MasterPart:
+        """Return the part with the elements [begin, end) of this part; its master is a view."""
+        view = self.of(self.master.data)[begin:end]
+        return replace(self, master=view, offset=0, count=end - begin, start=self.start + begin)
 
 
 def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
@@ -49,21 +49,28 @@ def master_parts(engine: Any, model: nn.Module) -> Iterator[MasterPart]:
     A sum over all weights counts the parts with `shard.primary`, and divides a part with
     `is_replicated` by the number of ranks that hold it (`mesh.replicas`, of experts
     `mesh.expert_replicas`). Raises CheckpointError if the masters cannot be reached."""
-    find = _finder(engine.optimizer)
+    find_range = _range_finder(engine.optimizer)
     for name, parameter in model.named_parameters():
         if is_packed(parameter):
             continue
-        location = find(parameter) if parameter.requires_grad else frozen_range(parameter)
-        if location is None:
+        if parameter.requires_grad:
+            master_range = find_range(parameter)
+        else:
+            master_range = frozen_range(parameter)
+        if master_range is None:
             continue
         shard = shard_of(parameter)
+        # A complete parameter, possibly a scalar, is a shard with its shape; a scalar has one
+        # dimension.
         if shard is None or not shard.shape:
             primary = shard is None or shard.primary
             shard = Shard(local_shape(parameter) or (1,), primary=primary)
-        yield MasterPart(**vars(location), name=name, shard=shard)
+        yield MasterPart(**vars(master_range), name=name, shard=shard)
 
 
-def _finder(optimizer: Any) -> Callable[[Any], MasterRange | None]:
+def _range_finder(optimizer: Any) -> Callable[[Any], MasterRange | None]:
+    """Return a function from a trained parameter to its range on this rank, for the optimizer's
+    ZeRO stage; None without a range."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return lambda p: MasterRange(p, 0, p.numel(), 0, is_replicated=True)
     if is_zero3(optimizer):
@@ -85,8 +92,8 @@ def _finder(optimizer: Any) -> Callable[[Any], MasterRange | None]:
 
 
 def cut_parts(shard: Shard, start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield (rectangle of the full parameter, view) of everything in the shard that `flat` covers,
-    which is its range from `start` on."""
+    """Yield the rectangles of the full parameter, with views, that `flat` covers: the range of the
+    shard from element `start` on."""
     begin = 0
     for box in flat_boxes(shard.local_shape, start, flat.numel()):
         view = flat[begin : begin + box.num_elements].view(box.sizes)

@@ -1,8 +1,9 @@
 """Full matrices for an optimizer whose masters are sharded by ZeRO and tensor parallelism.
 
-Each matrix has one owner among the ranks that hold it, chosen to balance the computation. Its parts
-are sent to the owner, which computes once and sends parts of the result back: two all-to-alls, in
-rounds that bound the memory, of 2 x elements / ranks x bytes each way if ZeRO divides the matrices.
+Each matrix has an owner among the ranks that hold it, chosen to balance the computation. The ranks
+send the parts of the matrix to the owner, which computes once and sends parts of the result back:
+two all-to-alls, in rounds that limit the memory. If ZeRO divides the matrices, a rank sends 2 x
+elements / ranks x bytes each way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -33,7 +34,8 @@ class MatrixBox:
 
 @dataclass(frozen=True)
 class MasterRectangle(MatrixBox):
-    """Rectangle stored in a master: ``master.view(-1)[begin:end].view(sizes)[slices]``."""
+    """Rectangle stored in master number `master`, as
+    ``master.view(-1)[begin:end].view(sizes)[slices]``."""
 
     master: int
     begin: int
@@ -50,8 +52,8 @@ class MasterRectangle(MatrixBox):
 def pieces_of(
     part: MasterPart, master: int, matrices: Mapping[str, Sequence[tuple[int, Matrix]]]
 ) -> Iterator[MasterRectangle]:
-    """Yield the pieces of numbered `matrices` that `part` holds, which is stored in master number
-    `master`."""
+    """Yield the pieces of `matrices` in `part`, which is stored in master number `master`.
+    matrices: for each parameter, its matrices with their numbers."""
     candidates = matrices.get(part.name)
     if not candidates:
         return
@@ -60,19 +62,20 @@ def pieces_of(
         end = begin + box.num_elements
         for full, local in part.shard.to_full(box):
             for number, matrix in candidates:
-                for outer, corner in matrix.parts():
-                    common = full.intersect(outer)
+                # A rectangle of the parameter, and its corner in the matrix.
+                for parameter_box, corner in matrix.parts():
+                    common = full.intersect(parameter_box)
                     if common is None:
                         continue
                     slices = common.relative_to(full).moved(local.offsets).slices
-                    offsets = common.relative_to(outer).offsets[-2:]
-                    inner = Box(offsets, common.sizes[-2:]).moved(corner)
-                    yield MasterRectangle(number, inner, master, begin, end, box.sizes, slices)
+                    offsets = common.relative_to(parameter_box).offsets[-2:]
+                    matrix_box = Box(offsets, common.sizes[-2:]).moved(corner)
+                    yield MasterRectangle(number, matrix_box, master, begin, end, box.sizes, slices)
         begin = end
 
 
 ROUND_ELEMENTS = 1 << 25
-"""Elements of matrices that an owner has in memory at a time; a larger matrix gets its own
+"""Elements of matrices that an owner has in memory at a time; a larger matrix has a separate
 round."""
 
 
@@ -81,8 +84,8 @@ _Item = TypeVar("_Item", bound=MatrixBox)
 
 @dataclass(frozen=True)
 class HeldShard:
-    """A piece that this rank holds. is_sent: whether this rank sends the piece to an owner (rank in
-    the group); one of the ranks that hold it does."""
+    """Piece that this rank holds. is_sent: returns whether this rank sends the piece to an owner (a
+    rank of the group); of the ranks that hold the piece, one sends it."""
 
     piece: MasterRectangle
     is_sent: Callable[[int], bool]
@@ -90,8 +93,9 @@ class HeldShard:
 
 @dataclass
 class _ExchangeRound:
-    """Per rank of the group: pieces to send and rectangles to receive; then pieces to get back and
-    rectangles of results to return."""
+    """Round of an exchange; each list has an entry for each rank of the group. To the owner: pieces
+    that this rank sends, and rectangles that it receives as an owner. Back: pieces whose updates
+    this rank gets, and rectangles of results that it returns as an owner."""
 
     size: int
     sent: list[list[MasterRectangle]] = field(default_factory=list)
@@ -105,8 +109,9 @@ class _ExchangeRound:
 
 
 class MatrixExchange:
-    """Gathers matrices at their owners, computes, and scatters the results. num_elements_sent: that
-    this rank sends to others in one `run`, there and back."""
+    """Exchange that gathers matrices at their owners, computes, and scatters the results.
+    num_elements_sent: elements that this rank sends to other ranks in a `run`, in both
+    directions."""
 
     def __init__(
         self,
@@ -125,33 +130,36 @@ class MatrixExchange:
         self._device = device
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         owners = assign({number: cost(shape) for number, shape in shapes.items()}, size)
-        numbers = _rounds(shapes, owners, size)
-        self._rounds = [_ExchangeRound(size) for _ in range(max(numbers.values(), default=-1) + 1)]
+        round_of_matrix = _rounds(shapes, owners, size)
+        num_rounds = max(round_of_matrix.values(), default=-1) + 1
+        self._rounds = [_ExchangeRound(size) for _ in range(num_rounds)]
         for holding in holdings:
             number = holding.piece.matrix
-            plan, owner = self._rounds[numbers[number]], owners[number]
+            plan, owner = self._rounds[round_of_matrix[number]], owners[number]
             plan.updates[owner].append(holding.piece)
             if holding.is_sent(owner):
                 plan.sent[owner].append(holding.piece)
         for plan in self._rounds:
             plan.received = self._announce(plan.sent)
             plan.returned = self._announce(plan.updates)
+        # Matrices of this rank by round.
         self._owned: list[list[int]] = [[] for _ in self._rounds]
         for number, owner in owners.items():
             if owner == rank:
-                self._owned[numbers[number]].append(number)
-        # Every element of a matrix reaches the owner once.
-        received: dict[int, int] = defaultdict(int)
+                self._owned[round_of_matrix[number]].append(number)
+        # Check that every element of a matrix reaches the owner once.
+        num_received: dict[int, int] = defaultdict(int)
         for plan in self._rounds:
-            for box in chain.from_iterable(plan.received):
-                received[box.matrix] += box.box.num_elements
+            for rectangle in chain.from_iterable(plan.received):
+                num_received[rectangle.matrix] += rectangle.box.num_elements
         for number in chain.from_iterable(self._owned):
-            counts = (number, shapes[number], received[number])
-            assert received[number] == math.prod(shapes[number]), counts
+            counts = (number, shapes[number], num_received[number])
+            assert num_received[number] == math.prod(shapes[number]), counts
         self.num_elements_sent = 0
         for plan in self._rounds:
             for peer in set(range(size)) - {rank}:
-                self.num_elements_sent += _numel(plan.sent[peer]) + _numel(plan.returned[peer])
+                self.num_elements_sent += _num_elements(plan.sent[peer])
+                self.num_elements_sent += _num_elements(plan.returned[peer])
 
     def run(
         self,
@@ -164,8 +172,9 @@ class MatrixExchange:
         messages; `read` fills a tensor [rows, columns] with a piece; `compute` returns equally
         shaped matrices; `write` gets every piece of this rank and its part of the result."""
         for plan, owned in zip(self._rounds, self._owned, strict=True):
-            # Send pieces to the owners of matrices.
-            out = torch.empty(sum(map(_numel, plan.sent)), dtype=dtype, device=self._device)
+            # Send pieces to the owners, and assemble this rank's matrices.
+            num_sent = sum(map(_num_elements, plan.sent))
+            out = torch.empty(num_sent, dtype=dtype, device=self._device)
             for piece, part in _parts(out, plan.sent):
                 read(piece, part)
             incoming = self._exchange(out, plan.sent, plan.received)
@@ -176,7 +185,9 @@ class MatrixExchange:
                 matrices[rectangle.matrix][rectangle.box.slices].copy_(part)
             # Compute, and send every rank the results of its pieces.
             results = dict(zip(owned, compute([matrices[n] for n in owned]), strict=True))
-            out = torch.empty(sum(map(_numel, plan.returned)), dtype=dtype, device=self._device)
+            out = torch.empty(
+                sum(map(_num_elements, plan.returned)), dtype=dtype, device=self._device
+            )
             for rectangle, part in _parts(out, plan.returned):
                 part.copy_(results[rectangle.matrix][rectangle.box.slices])
             incoming = self._exchange(out, plan.returned, plan.updates)
@@ -191,38 +202,38 @@ class MatrixExchange:
     ) -> torch.Tensor:
         if len(sent) == 1:
             return out
-        counts = [_numel(items) for items in received]
-        incoming = out.new_empty(sum(counts))
-        dist.all_to_all_single(
-            incoming, out, counts, [_numel(items) for items in sent], group=self._group
-        )
+        received_counts = [_num_elements(items) for items in received]
+        sent_counts = [_num_elements(items) for items in sent]
+        incoming = out.new_empty(sum(received_counts))
+        dist.all_to_all_single(incoming, out, received_counts, sent_counts, group=self._group)
         return incoming
 
     def _announce(self, lists: Sequence[Sequence[MasterRectangle]]) -> list[list[MatrixBox]]:
-        """Exchange the lists: what each rank of the group lists for this one. Collective."""
+        """Send every rank of the group its list; return the lists that the ranks have for this
+        rank, as rectangles. Collective."""
+        # Rows of five numbers: matrix, offsets and sizes.
         rows = torch.tensor(
             [[p.matrix, *p.box.offsets, *p.box.sizes] for p in chain.from_iterable(lists)],
             dtype=torch.int64,
             device=self._device,
         ).view(-1, 5)
-        counts = [len(items) for items in lists]
+        sent_counts = [len(items) for items in lists]
+        received_counts = sent_counts
         if len(lists) > 1:
-            num_sent = torch.tensor(counts, device=self._device)
+            num_sent = torch.tensor(sent_counts, device=self._device)
             num_received = torch.empty_like(num_sent)
             dist.all_to_all_single(num_received, num_sent, group=self._group)
-            counts = num_received.tolist()
-            incoming = rows.new_empty(sum(counts), 5)
-            sizes = [len(items) for items in lists]
-            dist.all_to_all_single(incoming, rows, counts, sizes, group=self._group)
+            received_counts = num_received.tolist()
+            incoming = rows.new_empty(sum(received_counts), 5)
+            dist.all_to_all_single(incoming, rows, received_counts, sent_counts, group=self._group)
             rows = incoming
-        boxes = [MatrixBox(n, Box((y, x), (h, w))) for n, y, x, h, w in rows.tolist()]
-        ends = list(accumulate(counts))
-        return [boxes[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        boxes = iter([MatrixBox(n, Box((y, x), (h, w))) for n, y, x, h, w in rows.tolist()])
+        return [list(islice(boxes, count)) for count in received_counts]
 
 
 def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
-    """Return the owner per matrix: the most expensive first, to the rank with the least work so
-    far."""
+    """Return the owner of each matrix: the matrices, the most expensive first, are assigned to the
+    rank with the least work so far."""
     loads = [(0, owner) for owner in range(num_owners)]
     owners = {}
     for number in sorted(costs, key=lambda n: (-costs[n], n)):
@@ -235,28 +246,29 @@ def assign(costs: Mapping[int, int], num_owners: int) -> dict[int, int]:
 def _rounds(
     shapes: Mapping[int, tuple[int, int]], owners: Mapping[int, int], num_owners: int
 ) -> dict[int, int]:
-    """Return the round per matrix."""
-    rounds, filled = [0] * num_owners, [0] * num_owners
-    numbers = {}
+    """Return the round of each matrix: an owner begins another round if a matrix would exceed
+    `ROUND_ELEMENTS`."""
+    current_round, round_elements = [0] * num_owners, [0] * num_owners
+    round_of_matrix = {}
     for number, (rows, columns) in shapes.items():
         owner = owners[number]
-        if filled[owner] and filled[owner] + rows * columns > ROUND_ELEMENTS:
-            rounds[owner] += 1
-            filled[owner] = 0
-        filled[owner] += rows * columns
-        numbers[number] = rounds[owner]
-    return numbers
+        if round_elements[owner] and round_elements[owner] + rows * columns > ROUND_ELEMENTS:
+            current_round[owner] += 1
+            round_elements[owner] = 0
+        round_elements[owner] += rows * columns
+        round_of_matrix[number] = current_round[owner]
+    return round_of_matrix
 
 
-def _numel(items: Sequence[MatrixBox]) -> int:
+def _num_elements(items: Sequence[MatrixBox]) -> int:
     return sum(item.box.num_elements for item in items)
 
 
 def _parts(
     buffer: torch.Tensor, lists: Sequence[Sequence[_Item]]
 ) -> list[tuple[_Item, torch.Tensor]]:
-    """Return each item with its part [rows, columns] of a buffer that has them one after the
-    other."""
+    """Return each item with its part [rows, columns] of a buffer, in which the parts are
+    adjacent."""
     items = list(chain.from_iterable(lists))
     sizes = [item.box.num_elements for item in items]
     return [

@@ -39,8 +39,8 @@ from bigtrain.settings.sections.optimizer import MuonSection
 
 
 class Muon(UpdateRule):
-    """State: `momentum_buffer`. Collective over the ranks of a stage. sent_bytes: of parts of
-    matrices, there and back."""
+    """State: `momentum_buffer`. Collective over the ranks of a stage. sent_bytes: of the parts of
+    matrices that this rank sends, in both directions."""
 
     sent_bytes: int
 
@@ -58,13 +58,13 @@ class Muon(UpdateRule):
         self.sent_bytes = 0
         hidden_by_name = hidden_matrices(model)
         self.parameters = {name: parameter_of(model, name) for name in hidden_by_name}
-        # By whether they are of experts, like the groups.
+        # By whether they belong to experts, as the groups of `open_holders`.
         self._matrices: dict[bool, list[Matrix]] = {False: [], True: []}
         for name, hidden in hidden_by_name.items():
             parameter = self.parameters[name]
             matrices = matrices_of([hidden], section.split)
             shard = shard_of(parameter)
-            if shard is not None and shard.over == "expert":  # without the experts of other ranks
+            if shard is not None and shard.over == "expert":  # only experts of this rank
                 matrices = [
                     matrix
                     for matrix in matrices
@@ -85,7 +85,8 @@ class Muon(UpdateRule):
         self._parts = [part for part in parts if part.name in self.parameters]
 
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
-        """`group`: "moe" where it is of experts that ranks divide, as DeepSpeed has it."""
+        """Update `masters`; `group` has the key "moe" if it has experts that ranks divide, as in
+        DeepSpeed."""
         momentum = self._section.momentum
         for master in masters:
             master.step_count().add_(1)
@@ -94,16 +95,17 @@ class Muon(UpdateRule):
                 store(averages, averages.float().lerp_(gradient, 1 - momentum), gradient)
         if self._parts is None or group["lr"] == 0:
             return  # DeepSpeed or `ensure_optimizer_states` only allocates states
-        # The exchange for these masters is planned once, which is collective.
-        numbers = {id(master.values): number for number, master in enumerate(masters)}
-        key = tuple(numbers)
+        # Plan the exchange for these masters, once; the planning is collective.
+        number_by_id = {id(master.values): number for number, master in enumerate(masters)}
+        key = tuple(number_by_id)
         if key not in self._exchanges:
             names = set(names_in_update(self._parts, masters, group))
-            self._exchanges[key] = self._new_exchange(numbers, names, "moe" in group)
+            self._exchanges[key] = self._new_exchange(number_by_id, names, "moe" in group)
         exchange, dtype = self._exchanges[key], getattr(torch, self._section.ns_dtype)
         self.sent_bytes += exchange.num_elements_sent * dtype.itemsize
 
         def read(piece: MasterRectangle, part: torch.Tensor) -> None:
+            """Fill `part` with the direction: m, or with Nesterov (1 - momentum) g + momentum m."""
             master = masters[piece.master]
             direction = piece.of(master.state["momentum_buffer"]).float()
             if self._section.nesterov:
@@ -111,6 +113,7 @@ class Muon(UpdateRule):
             part.copy_(direction)
 
         def write(piece: MasterRectangle, update: torch.Tensor) -> None:
+            """Apply x <- (1 - lr decay) x - lr scale update."""
             matrix = self._matrices["moe" in group][piece.matrix]
             scale = update_scale(matrix.shape, self._section.adjust_lr)
             values = piece.of(masters[piece.master].values)
@@ -120,8 +123,8 @@ class Muon(UpdateRule):
         exchange.run(dtype, read, self._orthogonalized, write)
 
     def _orthogonalized(self, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Orthogonalize `matrices`; on a GPU equally shaped matrices in a batch, since small
-        products leave it idle."""
+        """Orthogonalize `matrices`; on a GPU equally shaped matrices in a batch, since products of
+        single small matrices leave a GPU idle."""
         section = self._section
         options = (section.ns_coefficients, section.ns_steps, section.eps)
         if self._device.type != "cuda":
@@ -131,39 +134,42 @@ class Muon(UpdateRule):
             numbers_by_shape.setdefault(matrix.shape, []).append(number)
         outputs = list(matrices)
         for numbers in numbers_by_shape.values():
-            results = orthogonalized(torch.stack([matrices[n] for n in numbers]), *options)
-            for number, result in zip(numbers, results, strict=True):
+            batch = torch.stack([matrices[number] for number in numbers])
+            for number, result in zip(numbers, orthogonalized(batch, *options), strict=True):
                 outputs[number] = result
         return outputs
 
     def _new_exchange(
-        self, numbers: Mapping[int, int], names: Container[str], is_of_experts: bool
+        self, number_by_id: Mapping[int, int], names: Container[str], has_experts: bool
     ) -> MatrixExchange:
+        """Plan the exchange of the matrices of the parameters `names`. number_by_id: numbers of the
+        masters. Collective."""
         assert self._parts is not None
-        numbered: dict[str, list[tuple[int, Matrix]]] = {}
-        matrices = self._matrices[is_of_experts]
-        matrix_numbers = [n for n, matrix in enumerate(matrices) if matrix.parameter in names]
-        for number in matrix_numbers:
-            numbered.setdefault(matrices[number].parameter, []).append((number, matrices[number]))
-        group = self._groups[is_of_experts]
+        # The matrices by number, and by parameter.
+        shapes: dict[int, tuple[int, int]] = {}
+        matrices_by_name: dict[str, list[tuple[int, Matrix]]] = {}
+        for number, matrix in enumerate(self._matrices[has_experts]):
+            if matrix.parameter in names:
+                shapes[number] = matrix.shape
+                matrices_by_name.setdefault(matrix.parameter, []).append((number, matrix))
+        group = self._groups[has_experts]
         ranks = dist.get_process_group_ranks(group)
-        holdings = [
-            HeldShard(piece, partial(self._sends, part, ranks))
-            for part in self._parts
-            if part.name in numbered
-            for piece in pieces_of(part, numbers[id(part.master)], numbered)
-        ]
-        return MatrixExchange(
-            {n: matrices[n].shape for n in matrix_numbers},
-            lambda shape: cost(*shape, self._section.ns_steps),
-            holdings,
-            group,
-            self._device,
-        )
+        holdings = []
+        for part in self._parts:
+            if part.name in matrices_by_name:
+                is_sent = partial(self._sends, part, ranks)
+                master = number_by_id[id(part.master)]
+                pieces = pieces_of(part, master, matrices_by_name)
+                holdings += [HeldShard(piece, is_sent) for piece in pieces]
+
+        def matrix_cost(shape: tuple[int, int]) -> int:
+            return cost(*shape, self._section.ns_steps)
+
+        return MatrixExchange(shapes, matrix_cost, holdings, group, self._device)
 
     def _sends(self, part: MasterPart, ranks: Sequence[int], owner: int) -> bool:
-        """Return whether this rank sends `part` to the owner: of replicas of a part, the replica in
-        the owner's tensor-parallel group does."""
+        """Return whether this rank sends `part` to the owner (a rank of `ranks`, by index). If
+        replicas hold the part, the replica in the owner's tensor-parallel group sends it."""
         return part.shard.primary and (not part.is_replicated or ranks[owner] in self._tensor_ranks)
 
 
@@ -184,7 +190,7 @@ Coefficients = tuple[float, float, float]
 def orthogonalized(
     matrices: torch.Tensor, coefficients: Coefficients, num_steps: int, eps: float
 ) -> torch.Tensor:
-    """Return approximately U V^T per matrix U S V^T: singular values end near 1, not at it. The
+    """Return approximately U V^T for each matrix U S V^T: the singular values end near 1. The
     iteration X <- a X + (b A + c A A) X, with A = X X^T, of `torch.optim.Muon` (Jordan 2024,
     https://kellerjordan.github.io/posts/muon/), in the dtype of `matrices` [..., rows, columns]."""
     a, b, c = coefficients
@@ -192,25 +198,25 @@ def orthogonalized(
     x = matrices.mT if is_tall else matrices
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(num_steps):
-        gram = _fused(None, x, x.mT)
-        update = _fused(gram, gram, gram, b, c)
-        x = _fused(x, update, x, a, 1.0)
+        gram = _product(None, x, x.mT)
+        polynomial = _product(gram, gram, gram, b, c)
+        x = _product(x, polynomial, x, a, 1.0)
     return x.mT if is_tall else x
 
 
-def _fused(
+def _product(
     added: torch.Tensor | None,
     a: torch.Tensor,
     b: torch.Tensor,
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """Return beta added + alpha a b. On a CPU in 16 bit it computes in float32 and rounds the
-    result: bit for bit like the CPU's 16-bit products, which are thirty times slower if the
-    processor has no instruction for them."""
+    """Return beta added + alpha a b. On a CPU in 16 bits compute in float32 and round the result:
+    the bits equal the CPU's 16-bit products, which are thirty times slower if the processor has no
+    instruction for 16 bits."""
     if a.dtype != torch.float32 and a.device.type == "cpu":
         wide = None if added is None else added.float()
-        return _fused(wide, a.float(), b.float(), beta, alpha).to(a.dtype)
+        return _product(wide, a.float(), b.float(), beta, alpha).to(a.dtype)
     if added is None:
         return a @ b
     product = torch.addmm if added.ndim == 2 else torch.baddbmm
@@ -218,6 +224,7 @@ def _fused(
 
 
 def cost(rows: int, columns: int, num_steps: int) -> int:
-    """Floating-point operations of `orthogonalized` on one matrix."""
+    """Return the floating-point operations of `orthogonalized` for a matrix."""
+    # In a step: X X^T and (b A + c A A) X, of 2 short^2 long each, and A A, of 2 short^3.
     short, long = sorted((rows, columns))
     return num_steps * (4 * short * short * long + 2 * short**3)

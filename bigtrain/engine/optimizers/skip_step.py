@@ -1,9 +1,9 @@
 """Skipping an optimizer update once a step's loss and gradient norm are known.
 
 DeepSpeed measures the norm, clips and updates in one call. At every ZeRO stage the update is the
-`step` of the inner torch optimizer, called when the norm is known: that call is skipped, and
-weights, optimizer states and update counts stay bit for bit. If the norm is not finite, DeepSpeed
-skips the update itself, and no rank reaches the inner call.
+`step` of the inner torch optimizer, called when the norm is known. If this call is skipped,
+weights, optimizer states and update counts keep their bits. If the norm is not finite, DeepSpeed
+itself skips the update, and no rank reaches the inner call.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StepStats:
 
 
 def mean_loss(loss_share: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
-    """Return this rank's term of the mean loss of the global batch: summed over all ranks it is
-    that mean, in nats per token. Float64, on the device. `loss_share`: this rank's part of the
-    summed loss; `num_targets`, of the full batch."""
+    """Return this rank's term of the mean loss of the global batch, in nats per token; the mean is
+    the sum of the terms of all ranks. Float64, on the device. `loss_share`: this rank's part of the
+    summed loss; `num_targets`: of the full batch."""
     return loss_share.detach().double() / divisor(num_targets)
 
 
@@ -44,18 +44,20 @@ def divisor(num_targets: torch.Tensor) -> torch.Tensor:
 
 
 SkipPolicy = Callable[[StepStats], bool]
-"""Whether the update of a step with these stats is to be made. Called on every rank."""
+"""Function that returns whether to make the update of a step. Called on every rank."""
 
 
 class SkipStepHook:
-    """Wraps the update of one DeepSpeed engine; without a `skip_policy` every update is made."""
+    """Hook around the update of a DeepSpeed engine; without a `skip_policy` every update is
+    made."""
 
     def __init__(self, engine: Any, norm: Callable[[], Any]) -> None:
-        """`norm`: the gradient norm as this rank knows it when the update is about to begin."""
+        """Replace `step` of the engine's optimizers. `norm`: returns the gradient norm on this
+        rank, right before the update."""
         self._engine = engine
         self._norm = norm
         self._skip_policy: SkipPolicy | None = None
-        self._makes_update: bool | None = None
+        self._makes_update: bool | None = None  # the decision; None before it
         self._stats: StepStats | None = None
         self._optimizers = updating_optimizers(engine)
         for optimizer in self._optimizers:
@@ -69,9 +71,9 @@ class SkipStepHook:
     def watch(
         self, skip_policy: SkipPolicy | None, loss_share: torch.Tensor, num_targets: torch.Tensor
     ) -> None:
-        """Let `skip_policy` decide on the update that follows. Parameters: `loss_share`, what this
-        rank adds to the summed loss of the global batch; `num_targets`, of the full global batch.
-        Both stay on the device until the update is about to begin."""
+        """Let `skip_policy` decide on the next update. `loss_share`: this rank's part of the summed
+        loss of the global batch; `num_targets`: of the full global batch. Both stay on the device
+        until the update begins."""
         self._skip_policy, self._makes_update = skip_policy, None
         self._loss_share, self._num_targets = loss_share, num_targets
 
@@ -82,7 +84,8 @@ class SkipStepHook:
         self._skip_policy = self._makes_update = self._stats = None
         if makes_update is not None:
             if not makes_update:
-                # Empty states that DeepSpeed creates by reading them after a skipped first update.
+                # DeepSpeed reads states after the update: after a skipped first update that creates
+                # empty states, which are removed.
                 for optimizer in self._optimizers:
                     empty_keys = [key for key, state in optimizer.state.items() if not state]
                     for key in empty_keys:
@@ -90,31 +93,34 @@ class SkipStepHook:
             return stats
         if skip_policy is None or not has_overflowed(self._engine.optimizer):
             return None
+        # DeepSpeed skipped the update: tell the policy, except for a finite loss under dynamic loss
+        # scaling (float16), where overflows are normal.
         stats = self._measure(math.inf)
-        # Overflows are normal in dynamic loss scaling of float16, which repeats the step.
-        scaled = self._engine.fp16_enabled() and self._engine.dynamic_loss_scale()
-        if not (scaled and math.isfinite(stats.loss)):
+        is_scaled = self._engine.fp16_enabled() and self._engine.dynamic_loss_scale()
+        is_normal = is_scaled and math.isfinite(stats.loss)
+        if not is_normal:
             skip_policy(stats)
         return stats
 
     def _guarded(self, update: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._skip_policy is not None and self._makes_update is None:
-                # ZeRO 1 to 3 call this once for each parameter group; one decision holds for all.
+                # Decide at the first call: ZeRO 1 to 3 call this once for each parameter group.
                 self._stats = self._measure(self._norm())
                 self._makes_update = self._skip_policy(self._stats)
-            return update(*args, **kwargs) if self._makes_update in (None, True) else None
+            is_skipped = self._makes_update is False
+            return None if is_skipped else update(*args, **kwargs)
 
         return step
 
     def _measure(self, norm: Any) -> StepStats:
         """Return the stats, equal on every rank, by one small all-reduce; waits for the device."""
-        size = dist.get_world_size()
-        share = mean_loss(self._loss_share, self._num_targets)
-        norm_share = torch.as_tensor(norm, device=share.device).detach().double().reshape(()) / size
-        sums = torch.stack([share, norm_share])
-        if size > 1:
+        num_ranks = dist.get_world_size()
+        loss_term = mean_loss(self._loss_share, self._num_targets)
+        rank_norm = torch.as_tensor(norm, device=loss_term.device).detach().double().reshape(())
+        sums = torch.stack([loss_term, rank_norm / num_ranks])  # all ranks know the norm: the mean
+        if num_ranks > 1:
             dist.all_reduce(sums)
-        loss, norm_mean = sums.tolist()
-        # DeepSpeed sometimes returns a negative norm for one that is not finite.
-        return StepStats(loss, norm_mean if norm_mean >= 0 else math.nan)
+        loss, mean_norm = sums.tolist()
+        # DeepSpeed sometimes returns a negative norm if the norm is not finite.
+        return StepStats(loss, mean_norm if mean_norm >= 0 else math.nan)

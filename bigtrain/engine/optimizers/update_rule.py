@@ -1,12 +1,12 @@
-"""Interface of bigtrain's own optimizers: one update rule per file, updating masters in-place.
+"""Interface of bigtrain's optimizers: one update rule per file, which updates masters in place.
 
-DeepSpeed gives the inner torch optimizer full parameters (ZeRO 0) or flat ranges of many (ZeRO 1 to
-3), group by group, which a rule sees as `Master`s; `UpdateRule.attach` tells which parameters they
-contain. A rule's row in `settings/sections/optimizer.py` names its module, whose `RULE` is the
-class.
+DeepSpeed gives the inner torch optimizer full parameters (ZeRO 0) or flat ranges of many parameters
+(ZeRO 1 to 3), group by group. A rule gets them as `Master`s; `UpdateRule.attach` gives it the
+parameters that masters contain. A row in `settings/sections/optimizer.py` names the module of a
+rule, whose `RULE` is the class.
 
 Optimizer states may be bfloat16. Rounding is then stochastic, since small changes would be lost,
-and seeded by a hash of the element's gradient and value, so that a resumed run rounds alike.
+and seeded by a hash of the element's gradient and value, so that a resumed run rounds equally.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CHUNK = 1 << 24
 
 
 def chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Equally shaped contiguous tensors, piece by piece, as 1-D views."""
+    """Return an iterator over parts of equally shaped contiguous tensors, as 1-D views."""
     flat = [tensor.view(-1) for tensor in tensors]
     return zip(*(tensor.split(_CHUNK) for tensor in flat), strict=True)
 
@@ -50,11 +50,10 @@ def store(moment: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> 
         if moment.data_ptr() != value.data_ptr():
             moment.copy_(value)
     else:
-        # Round the last 16 bits of the fraction away stochastically: add uniform noise below 2**16,
-        # then cut the bits off.
+        # Round the lower 16 bits stochastically: add uniform noise below 2**16, and set them to 0.
         bits = value.contiguous().view(torch.int32)
         # The noise is a hash of value and gradient; every bit of the hash depends on every input
-        # bit (Wellons, "hash-prospector", lowbias32).
+        # bit (Wellons, "hash-prospector", lowbias32). Masks make the shifts of int32 logical.
         noise = gradient.contiguous().view(torch.int32) * 3 ^ bits
         noise = (noise ^ ((noise >> 16) & 0xFFFF)) * 0x7FEB352D
         noise = (noise ^ ((noise >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846CA68B
@@ -64,8 +63,8 @@ def store(moment: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class Master:
-    """Tensor that the optimizer updates, its gradient and its states, all fp32 but for
-    states of another dtype."""
+    """Tensor that the optimizer updates, its gradient and its states: float32, except for states of
+    another dtype."""
 
     values: torch.Tensor
     gradient: torch.Tensor
@@ -81,18 +80,20 @@ class Master:
         return moment
 
     def step_count(self) -> torch.Tensor:
-        """Updates before this one, a float32 scalar on the device of the values."""
+        """Return the number of updates, a float32 scalar on the device of the values, which the
+        rule increments."""
         if "step" not in self.state:
             self.state["step"] = torch.zeros((), device=self.values.device)
         count: torch.Tensor = self.state["step"]
         return count
 
     def update_average(self, decay: float) -> None:
-        """Move the average towards the values after an update. After the first update it is a copy
-        of the values. The weight stays on the device, so that the host need not wait for it."""
+        """Move the average towards the values after an update; after the first update it is a copy
+        of the values."""
         if AVERAGE not in self.state:
             self.state[AVERAGE] = self.values.clone()
             return
+        # On the device, so that the host does not wait for the count.
         weight = torch.where(self.step_count() > 1, 1 - decay, 1.0)
         self.state[AVERAGE].lerp_(self.values, weight.to(self.values.dtype))
 
@@ -101,11 +102,12 @@ def names_in_update(
     parts: Sequence[MasterPart], masters: Sequence[Master], group: Mapping[str, Any]
 ) -> list[str]:
     """Return the names of the parameters that an update of `masters` covers, equal on all ranks of
-    a stage. ZeRO 1 and 2 update a group's parameters together, and a rank may have no part of a
-    parameter; ZeRO 3 gives every rank a part of every parameter, and updates a few at a time."""
+    a stage: the parameters of the group without a part in another master. ZeRO 1 and 2 update a
+    group's parameters together, and a rank may have no part of a parameter; ZeRO 3 gives every rank
+    a part of every parameter, and updates a few parameters at a time."""
     master_ids = {id(master.values) for master in masters}
-    incomplete = {part.name for part in parts if id(part.master) not in master_ids}
-    return [name for name in group["names"] if name not in incomplete]
+    skipped_names = {part.name for part in parts if id(part.master) not in master_ids}
+    return [name for name in group["names"] if name not in skipped_names]
 
 
 @dataclass(frozen=True)
@@ -125,21 +127,22 @@ def updated_rectangles(
     states: Callable[[Master], Iterable[torch.Tensor]] = lambda master: (),
     max_elements: int = sys.maxsize,
 ) -> Iterator[UpdatedRectangle]:
-    """Yield the rectangles that `masters` hold of parameters, with their `states`, of at most
-    `max_elements` each."""
+    """Yield the rectangles of parameters in `masters`, of at most `max_elements` each. states:
+    returns the states of a master whose views are added."""
     masters_by_id = {id(master.values): master for master in masters}
     for part in parts:
         master = masters_by_id.get(id(part.master))
         if master is None:
             continue
+        # Values, gradient and states have equal rectangles.
         tensors = (master.values, master.gradient, *states(master))
-        cuts = [cut_parts(part.shard, part.start, part.of(tensor)) for tensor in tensors]
-        for box_views in zip(*cuts, strict=True):
-            box = box_views[0][0]
-            for inner in box.split(max_elements):
-                slices = inner.relative_to(box).slices
-                values, gradient, *state_views = (view[slices] for _, view in box_views)
-                yield UpdatedRectangle(part.name, inner, values, gradient, tuple(state_views))
+        parts_by_tensor = [cut_parts(part.shard, part.start, part.of(tensor)) for tensor in tensors]
+        for boxes_and_views in zip(*parts_by_tensor, strict=True):
+            box, _ = boxes_and_views[0]
+            for sub_box in box.split(max_elements):
+                slices = sub_box.relative_to(box).slices
+                values, gradient, *state_views = (view[slices] for _, view in boxes_and_views)
+                yield UpdatedRectangle(part.name, sub_box, values, gradient, tuple(state_views))
 
 
 @dataclass(frozen=True)
@@ -156,8 +159,8 @@ class RuleInputs:
 
 class UpdateRule(ABC):
     """Update of the masters of a group. Checkpoints save, load and reshard states that are shaped
-    like their master without further code; `step` counts updates. sent_bytes: what this rank has
-    sent to others since it was set to 0, None for a rule that sends nothing that is counted."""
+    like their master without further code; the state `step` counts updates. sent_bytes: bytes that
+    this rank has sent to other ranks since it was set to 0; None for a rule that does not count."""
 
     sent_bytes: int | None = None
 
@@ -168,22 +171,22 @@ class UpdateRule(ABC):
         do not fit the model."""
 
     def attach(self, parts: Sequence[MasterPart]) -> None:  # noqa: B027
-        """Learn which parameters the masters hold, once DeepSpeed has made them. Collective over
-        the ranks of a stage. Updates before this only allocate states."""
+        """Set the parts of parameters in the masters, once DeepSpeed has made the masters.
+        Collective over the ranks of a stage. Updates before this only allocate states."""
 
     def small_states(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
-        """States that are not shaped like masters, by parameter name and state name: full, on the
-        CPU and equal on every rank of a stage."""
+        """Return states that are not shaped like masters, by parameter name and state name: full,
+        on the CPU and equal on every rank of a stage."""
         return ()
 
     @abstractmethod
     def update(self, masters: Sequence[Master], group: Mapping[str, Any]) -> None:
-        """Do one update. Collective if the rule is. Parameters: `group`, the torch parameter group,
-        with `lr`, `weight_decay` and the `names` of the group's parameters."""
+        """Do one update. Collective if the rule is. `group`: the torch parameter group, with `lr`,
+        `weight_decay` and the `names` of the group's parameters."""
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """The torch optimizer that DeepSpeed wraps; each parameter group names its rule."""
+    """Torch optimizer that DeepSpeed wraps; each parameter group names its update rule."""
 
     def __init__(
         self,
@@ -193,8 +196,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         state_dtype: torch.dtype,
         average_decay: float | None = None,
     ) -> None:
-        """groups: of torch, each with a `rule` among `rules`, which are by ``optimizer.type``.
-        average_decay: decay of the masters' averages; None for no averages."""
+        """groups: torch's parameter groups, each with the name of its `rule`. rules: by name
+        (``optimizer.type``). average_decay: decay of the masters' averages; None: no averages."""
         self.rules = dict(rules)
         self.state_dtype = state_dtype
         self.average_decay = average_decay
@@ -210,14 +213,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         return [item for rule in self.rules.values() for item in rule.small_states()]
 
     def begin_count(self) -> None:
-        """Begin to count what the rules send."""
+        """Set the bytes that the rules have sent to 0."""
         for rule in self.rules.values():
             if rule.sent_bytes is not None:
                 rule.sent_bytes = 0
 
     def sent_bytes(self) -> int | None:
-        """Return the bytes that this rank has sent to others since `begin_count`; None if no rule
-        counts any, then on all ranks."""
+        """Return the bytes that this rank has sent to other ranks since `begin_count`; None, on all
+        ranks, if no rule counts."""
         counts = [rule.sent_bytes for rule in self.rules.values() if rule.sent_bytes is not None]
         return sum(counts) if counts else None
 
@@ -249,10 +252,10 @@ def state_bytes_by_name(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     `RuleOptimizer` updates."""
     if not isinstance(optimizer, RuleOptimizer):
         return {}
-    size = optimizer.state_dtype.itemsize
-    average = 0 if optimizer.average_decay is None else _AVERAGE_BYTES
-    return {
-        name: facts_of_optimizer(group["rule"]).bytes_per_element(size) + average
-        for group in optimizer.param_groups
-        for name in group["names"]
-    }
+    itemsize = optimizer.state_dtype.itemsize
+    average_bytes = 0 if optimizer.average_decay is None else _AVERAGE_BYTES
+    bytes_by_name: dict[str, float] = {}
+    for group in optimizer.param_groups:
+        state_bytes = facts_of_optimizer(group["rule"]).bytes_per_element(itemsize)
+        bytes_by_name |= dict.fromkeys(group["names"], state_bytes + average_bytes)
+    return bytes_by_name

@@ -28,9 +28,9 @@ from bigtrain.engine.optimizers.exact_parameters import ExactParameters
 from bigtrain.engine.partitioning import (
     apply_layer_options,
     copy_of,
-    cutting,
-    is_cut,
     run_dtype,
+    sharded_partitioning,
+    shards_parameters,
 )
 from bigtrain.engine.pipeline.engine import PipelineTrainEngine
 from bigtrain.engine.pipeline.stage_module import StageModule, StagesModule
@@ -59,12 +59,12 @@ def build_pipeline_engine(
     model_plan: ModelPlan,
 ) -> PipelineTrainEngine:
     """Build this rank's stage of the run's model. Collective over all ranks."""
-    # This rank's layers, with all that changes their modules, as DeepSpeed's pipeline module.
+    # This rank's layers, with all changes of modules, as DeepSpeed's pipeline module.
     stage = _build_stage(config, hf_config, mesh, model_plan)
     model_plan.isolation.install(stage.model)
     terms = loss_terms(config.objective)
     chunked_loss = model_plan.loss.install(stage.model, terms) if stage.is_last else None
-    compiled = apply_layer_options(
+    is_compiled = apply_layer_options(
         stage.model, config, engine_config, device, model_plan, chunked_loss=chunked_loss
     )
     objective = make_objective(config.objective)
@@ -96,7 +96,7 @@ def build_pipeline_engine(
     count_absent_gradients(engine.optimizer, experts)
     undo_trial_update(engine)
     attach_optimizer(engine, stage.model)
-    fill_with_zeros(stage.model, device)  # the engine computes to learn what stages send
+    fill_with_zeros(stage.model, device)  # the engine's constructor runs a forward pass
     return PipelineTrainEngine(
         engine,
         plan,
@@ -107,7 +107,7 @@ def build_pipeline_engine(
             objective=objective,
             exact=exact,
             moe=config.moe,
-            is_compiled=compiled,
+            is_compiled=is_compiled,
             terms=terms,
             unreached=model_plan.parameters.unreached,
         ),
@@ -118,10 +118,10 @@ def build_pipeline_engine(
 
 def _build_stage(config: RunConfig, hf_config: Any, mesh: Mesh, model_plan: ModelPlan) -> Stage:
     """Return this rank's layers of the run's model."""
-    built: list[Stage] = []
+    built: list[Stage] = []  # set while the model is built
     stages = model_plan.stages
     assert stages is not None
-    partitioning = cutting(mesh, None) if is_cut(mesh) else WHOLE
+    partitioning = sharded_partitioning(mesh, None) if shards_parameters(mesh) else WHOLE
 
     def prepare(model: Any) -> None:
         if partitioning.prepare is not None:
@@ -170,15 +170,15 @@ def _mark_copies(stage: Stage) -> None:
 def _fill_groups(
     pipeline: StagesModule, decay_groups: list[dict[str, Any]], mesh: Mesh, device: torch.device
 ) -> None:
-    """Give every stage the parameter groups that any stage has. DeepSpeed drops empty ones, and
-    ZeRO 1 then waits for a norm per group that some stages do not have (runtime/engine.py:2348,
-    zero/stage_1_and_2.py:2943): empty ones get a single zero without a gradient."""
-    present = torch.tensor(
+    """Give every stage the parameter groups that any stage has: an empty group gets a parameter
+    with a single zero, without a gradient. DeepSpeed would drop the group, and ZeRO 1 waits for the
+    norm of each group on all stages (runtime/engine.py:2348, zero/stage_1_and_2.py:2943)."""
+    is_present = torch.tensor(
         [len(group["params"]) > 0 for group in decay_groups], device=device
     ).int()
-    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=mesh.pipeline)
+    dist.all_reduce(is_present, op=dist.ReduceOp.MAX, group=mesh.pipeline)
     for index, group in enumerate(decay_groups):
-        if present[index] and not group["params"]:
+        if is_present[index] and not group["params"]:
             filler = nn.Parameter(torch.zeros(1, device=device))
             mark_replicated(filler, False)
             if "moe" in group:
@@ -188,16 +188,16 @@ def _fill_groups(
 
 
 def _replica_groups(stage: Stage, mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """Return the group of ranks to sum over for each parameter that several stages hold."""
+    """Return, for each parameter that several stages hold, the group of this rank over which its
+    gradient is summed. Collective over all ranks."""
     pipelines = mesh.topology.groups("pipeline")
-    new_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups_by_holders: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for holders in dict.fromkeys(stage.stages_by_shared_name.values()):
-        group, _ = dist.new_subgroups_by_enumeration(
-            [[ranks[index] for index in holders] for ranks in pipelines]
-        )
-        new_groups[holders] = group
+        holder_ranks = [[ranks[stage_index] for stage_index in holders] for ranks in pipelines]
+        group, _ = dist.new_subgroups_by_enumeration(holder_ranks)
+        groups_by_holders[holders] = group
     return {
-        name: new_groups[holders]
+        name: groups_by_holders[holders]
         for name, holders in stage.stages_by_shared_name.items()
         if stage.index in holders
     }

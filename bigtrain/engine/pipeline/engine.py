@@ -1,6 +1,7 @@
 """Pipeline parallelism: a Hugging Face model in stages, driven by DeepSpeed's 1F1B schedule
-(0.19.8, runtime/pipe/engine.py). Done here: the loss of a step, the gradient norm of fp32 ZeRO 0,
-gradients of parameters of several stages, empty parameter groups, parameters without a gradient."""
+(0.19.8, runtime/pipe/engine.py). This module adds the loss of a step, the gradient norm of fp32
+ZeRO 0, the sum of the gradients of parameters in several stages, and zeros for parameters without a
+gradient."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ from bigtrain.settings.batch_plan import BatchPlan
 
 
 class PipelineTrainEngine(TrainEngine):
-    """Trains one model in pipeline stages. Every method is collective over all ranks."""
+    """Engine that trains one model in pipeline stages. Every method is collective over all
+    ranks."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class PipelineTrainEngine(TrainEngine):
         self._num_targets = torch.zeros((), device=device)
         self._skip_policy: SkipPolicy | None = None
         self._scores_samples = has_score_head(self.module)
+        # Micro-batches whose loss the last stage computes next, and, in `row_sums`, its results.
         self._samples: Iterator[MicroBatch] = iter(())
         self._sums: list[torch.Tensor] | None = None
         replace_loss(engine, self._last_stage_loss)
@@ -79,15 +82,15 @@ class PipelineTrainEngine(TrainEngine):
             reduce_tied_gradients=lambda _engine: self._sum_replicated_gradients(),
             optimizer_step=self._optimizer_step,
         )
-        # Run one forward pass, with gradients, so that every stage knows the layout of what it
-        # receives, and which tensors need gradients. The sample has the run's sequence length: in
-        # long samples, layers may hand over more tensors.
+        # One forward pass, with gradients, determines which tensors a stage receives, and which
+        # tensors need gradients. The sample has the run's sequence length, since layers may pass on
+        # more tensors for long samples.
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
             ids = torch.zeros((1, self.plan.sequence_length), dtype=torch.int64)
-            _, layouts = self._in_turn(ids)  # layouts[i]: from stage i to stage i + 1
+            _, layouts = self._run_stages(ids)  # layouts[i]: from stage i to stage i + 1
         index = self._stage.stage.index
-        self._stage.incoming = layouts[index - 1] if index else None
+        self._stage.incoming = layouts[index - 1] if index > 0 else None
         self._stage.outgoing = layouts[index] if index < len(layouts) else None
 
     @property
@@ -112,13 +115,13 @@ class PipelineTrainEngine(TrainEngine):
         num_targets = self._count_targets(micro_batches)
         self.on_phase(BOTH_PASSES)
         self._objective.prepare(self, micro_batches)
-        # DeepSpeed divides by the data-parallel size, and by the accumulation.
-        factor = self.plan.data_size * self.plan.accumulation
-        self._scale = (factor / divisor(num_targets)).float()
+        # loss = sum over targets / number of targets. DeepSpeed divides by the data-parallel size
+        # and the accumulation, as is right for the router loss, a mean over micro-batches.
+        deepspeed_divisor = self.plan.data_size * self.plan.accumulation
+        self._scale = (deepspeed_divisor / divisor(num_targets)).float()
         self._loss_sum = torch.zeros((), device=self.device, dtype=torch.float32)
-        # DeepSpeed takes the mean of the router loss over micro-batches.
-        factor_of_loss = self._scale / self.plan.accumulation
-        data = self._feed(micro_batches, factor_of_loss, self._router_losses.of)
+        loss_factor = self._scale / self.plan.accumulation
+        data = self._feed(micro_batches, loss_factor, self._router_losses.of)
         self._skip_policy, self._num_targets = self._recording(skip_policy), num_targets
         self._reset_step_counters(observe)
         self.engine.train_batch(data_iter=data)
@@ -129,6 +132,7 @@ class PipelineTrainEngine(TrainEngine):
     def evaluate(self, batches: Iterable[MicroBatch]) -> Evaluation:
         """Evaluate like `TrainEngine.evaluate`; all stages of a pipeline pass equal batches."""
         recorder = Recorder()
+        # Summed loss, to which the last stage adds, sum of the units' weights, number of units.
         totals = torch.zeros(3, device=self.device, dtype=torch.float64)
         self._scale, self._loss_sum = 1.0, totals[0]
         with recorder.collecting():
@@ -140,8 +144,8 @@ class PipelineTrainEngine(TrainEngine):
             totals.zero_()
         dist.all_reduce(totals)
         # The host waits for the device here only, once for all batches.
-        loss_sum, weight, num_units = totals.tolist()
-        return Evaluation(loss_sum / (weight or 1), int(num_units), recorder.take())
+        loss_sum, weight_sum, num_units = totals.tolist()
+        return Evaluation(loss_sum / (weight_sum or 1), int(num_units), recorder.take())
 
     def _feed(
         self,
@@ -149,9 +153,10 @@ class PipelineTrainEngine(TrainEngine):
         factor: torch.Tensor | None = None,
         added: Callable[[Any], torch.Tensor | None] | None = None,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Set the micro-batches of the next forward passes, and return the tensors that DeepSpeed
-        loads, on the device: copies by DeepSpeed would wait for the device. The stages compute the
-        rows of a micro-batch that the objective trains."""
+        """Set the micro-batches of the next forward passes; yield the tensors that DeepSpeed loads,
+        on the device, since copies by DeepSpeed would wait for the device. The stages compute the
+        rows of a micro-batch that the objective trains. factor, added: as for
+        `StageModule.feed`."""
         stage_batches = [self._objective.trained(batch) for batch in batches]
         if self._scores_samples:
             stage_batches = [self._padded(batch) for batch in stage_batches]
@@ -160,6 +165,7 @@ class PipelineTrainEngine(TrainEngine):
         return self._loaded(stage_batches)
 
     def _loaded(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the ids and labels of each batch on the device."""
         for batch in batches:
             yield self._to_device(batch.input_ids), self._to_device(batch.labels)
 
@@ -167,7 +173,7 @@ class PipelineTrainEngine(TrainEngine):
         self, data: Iterator[tuple[torch.Tensor, torch.Tensor]], num_batches: int
     ) -> None:
         """Run the forward passes that have been fed, in evaluation mode."""
-        # DeepSpeed sends shapes once; evaluation may have other shapes than training.
+        # DeepSpeed sends shapes once; the shapes of evaluation may differ from training.
         self.engine.reset_activation_shape()
         self.engine.eval_batch(
             data, reduce_output=None, bcast_loss=False, num_micro_batches=num_batches
@@ -189,8 +195,7 @@ class PipelineTrainEngine(TrainEngine):
             yield batch, batch.moved(self._to_device), batch_sums
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` over the last stages' ranks with other samples, on every
-        rank."""
+        """Return the sum of `values` over the ranks that report a loss, on every rank."""
         total = self._local_contribution(values.to(self.device))
         dist.all_reduce(total)
         return total
@@ -201,8 +206,9 @@ class PipelineTrainEngine(TrainEngine):
     ) -> torch.Tensor:
         """Read logits like `TrainEngine.read_logits`; stages compute in turn."""
         self.engine.eval()
-        result: torch.Tensor = self._in_turn(input_ids, read)[0][0]
+        outputs, _ = self._run_stages(input_ids, read)
         self.engine.train()
+        result: torch.Tensor = outputs[0]
         return result
 
     @torch.no_grad()
@@ -215,64 +221,70 @@ class PipelineTrainEngine(TrainEngine):
             return scores.view(*labels.shape, -1)
 
         self.engine.eval()
-        result: torch.Tensor = self._in_turn(batch.input_ids, read)[0][0]
+        outputs, _ = self._run_stages(batch.input_ids, read)
         self.engine.train()
-        return result
+        scores: torch.Tensor = outputs[0]
+        return scores
 
-    def _in_turn(
+    def _run_stages(
         self,
         input_ids: torch.Tensor,
         read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     ) -> tuple[Any, list[P2PLayout]]:
-        """Run the stages in turn; returns the last stage's outputs on the CPU of every rank, with
-        the result of `read` instead of the logits, and the layouts between stages."""
+        """Run the stages one after another; return the last stage's outputs on the CPU of every
+        rank, with the result of `read` instead of the logits, and the layouts between stages."""
         ranks = dist.get_process_group_ranks(self.mesh.pipeline)
-        handed: Any = None
+        inputs: Any = None
         layouts: list[P2PLayout] = []
         for index, rank in enumerate(ranks):
-            box: list[Any] = [None, None]
+            outputs: Any = None
+            layout: Any = None
             if index == self._stage.stage.index:
-                outputs = self._stage.run(handed, input_ids, None)
+                outputs = self._stage.run(inputs, input_ids, None)
                 if self._stage.stage.is_last:
                     outputs = (read(outputs[0]),)
                 else:
-                    box[1] = P2PLayout.of(outputs)
-                box[0] = _moved(outputs, torch.device("cpu"))
-            dist.broadcast_object_list(box, src=rank, group=self.mesh.pipeline, device=self.device)
+                    layout = P2PLayout.of(outputs)
+                outputs = _moved(outputs, torch.device("cpu"))
+            sent = [outputs, layout]
+            dist.broadcast_object_list(sent, src=rank, group=self.mesh.pipeline, device=self.device)
+            outputs, layout = sent
             if index == len(ranks) - 1:
-                return box[0], layouts
-            layouts.append(box[1])
-            handed = _moved(box[0], self.device)
+                return outputs, layouts
+            layouts.append(layout)
+            inputs = _moved(outputs, self.device)
         raise AssertionError
 
     def _last_stage_loss(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: torch.Tensor
     ) -> torch.Tensor:
-        answer, *added = (outputs,) if torch.is_tensor(outputs) else outputs
+        """Return the loss of a micro-batch from the last stage's outputs; add the unscaled loss to
+        `_loss_sum`. outputs: logits, losses, log-probabilities or scores, and the router loss if
+        there is one."""
+        values, *router_losses = (outputs,) if torch.is_tensor(outputs) else outputs
         if not (self.computes_entropy or self._stage.computes_loss or self._scores_samples):
-            answer = token_log_probabilities(answer, labels)
-        if self._sums is not None:
-            self._sums.append(answer.sum(-1))
-            return answer.new_zeros(())
+            values = token_log_probabilities(values, labels)
+        if self._sums is not None:  # `row_sums` needs no loss
+            self._sums.append(values.sum(-1))
+            return values.new_zeros(())
         batch = next(self._samples)
         if not self.computes_entropy:
             moved = batch.moved(self._to_device)
-            summed = self._objective.summed_loss(
-                _LastStage(answer, self.reports_loss), batch, moved
-            )[0]
+            passes = _LastStage(values, self.reports_loss)
+            summed, _ = self._objective.summed_loss(passes, batch, moved)
         elif self._stage.computes_loss:
-            summed = answer
+            summed = values
         else:
             teacher = self._stage.teacher(batch)
             if teacher is not None:
                 teacher = teacher[0].flatten(0, 1), teacher[1].flatten(0, 1)
-            logits, weights = answer.flatten(0, 1).float(), self._stage.weights(batch)
+            logits, weights = values.flatten(0, 1).float(), self._stage.weights(batch)
             weights = None if weights is None else weights.flatten()
             summed = summed_token_loss(logits, labels.flatten(), self._terms, teacher, weights)
         self._loss_sum += summed.detach()
         loss = summed * self._scale
-        # DeepSpeed makes it the mean over micro-batches.
-        return loss + added[0] if added else loss
+        # DeepSpeed takes the mean of the losses over micro-batches.
+        return loss + router_losses[0] if router_losses else loss
 
     @property
     def reports_loss(self) -> bool:
@@ -281,12 +293,12 @@ class PipelineTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def _sum_replicated_gradients(self) -> None:
-        """Complete this rank's gradients before they are reduced over replicas."""
+        """Sum the gradients of parameters in several stages, before gradients are reduced over
+        replicas; missing gradients become zeros."""
         optimizer = self.engine.optimizer
         for parameter in self.engine.module.parameters():
             if parameter.requires_grad and accumulated_gradient(parameter, optimizer) is None:
-                # A gradient that is missing here and present on another replica would make the
-                # reduction hang.
+                # The reduction would hang if another replica has this gradient.
                 fill_gradient(parameter, optimizer)
         parameters = dict(self.module.named_parameters())
         for name, group in self._replicas.items():
@@ -303,9 +315,9 @@ class PipelineTrainEngine(TrainEngine):
 
 
 class _LastStage:
-    """Passes (`bigtrain.objectives.losses.passes`) of a micro-batch that has reached the last
-    stage. values: log-probabilities of the targets, or scores of the rows. Scores of a reference
-    are only the stored scores."""
+    """Forward passes for an objective (`bigtrain.objectives.losses.passes`) of a micro-batch that
+    the stages have computed. values: log-probabilities of the targets, or scores of the rows. A
+    reference model is not computed: its scores must be stored."""
 
     def __init__(self, values: torch.Tensor, reports_loss: bool) -> None:
         self._values, self.reports_loss = values, reports_loss
@@ -321,6 +333,8 @@ class _LastStage:
 
 
 def _moved(outputs: Any, device: torch.device) -> Any:
+    """Return detached copies of outputs on `device`, which require gradients as the outputs do."""
+
     def move(tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.detach().to(device)
         return moved.requires_grad_(tensor.requires_grad)

@@ -1,8 +1,8 @@
 """Pipeline stage of one rank, as the module that DeepSpeed's schedule drives.
 
-Stages exchange flat tuples of tensors. DeepSpeed sends a gradient back for every floating tensor,
-into buffers numbered by position (0.19.8, runtime/pipe/engine.py): so differentiable tensors come
-first, and other floating-point tensors are sent as integers with equal bits.
+Stages exchange flat tuples of tensors. DeepSpeed sends a gradient back for every floating-point
+tensor, into buffers numbered by position (0.19.8, runtime/pipe/engine.py). So differentiable
+tensors come first, and other floating-point tensors are sent as integers with equal bits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from bigtrain.models.parallel.stages import Payload, Stage
 
 
 class StageModule(nn.Module):
-    """Stage as DeepSpeed calls it: token ids or the previous stage's tensors in, tensors out. The
-    rest of a micro-batch comes from `feed`: every stage reads these few kilobytes from the dataset.
-    computes_loss: whether the last stage's model returns the loss instead of logits; per_token:
-    each token's, for an objective."""
+    """Stage as DeepSpeed calls it: from token ids, or the tensors of the previous stage, to
+    tensors. Other parts of a micro-batch come from `feed`: every stage reads these few kilobytes
+    from the dataset. computes_loss: whether the last stage's model returns the loss instead of
+    logits; per_token: the loss of each token, for an objective."""
 
     def __init__(
         self,
@@ -55,9 +55,8 @@ class StageModule(nn.Module):
         factor: torch.Tensor | None = None,
         added: Callable[[Any], torch.Tensor | None] | None = None,
     ) -> None:
-        """Set the micro-batches of the next forward passes, in order; `factor` as for a
-        `ChunkedLoss`; `added`: what routers add to the loss, of what the last stage's model
-        returned."""
+        """Set the micro-batches of the next forward passes, in order; `factor`: as for a
+        `ChunkedLoss`; `added`: returns the router loss of the outputs of the last stage's model."""
         self._batches, self._factor = iter(batches), factor
         self._added = added or (lambda _: None)  # no router loss in evaluation
 
@@ -72,20 +71,20 @@ class StageModule(nn.Module):
             tensors = (received,) if torch.is_tensor(received) else received
             payload, input_ids = self.incoming.unpack(tensors), batch.input_ids
         # Arguments of the last stage's `ChunkedLoss`.
-        loss: dict[str, Any] = {}
+        loss_inputs: dict[str, Any] = {}
         if self.computes_loss:
-            loss["targets"] = batch.labels
+            loss_inputs["targets"] = batch.labels
             if self.per_token:
-                loss["per_token"] = True
+                loss_inputs["per_token"] = True
             elif self._factor is not None:
-                loss["factor"] = self._factor
+                loss_inputs["factor"] = self._factor
             if batch.teacher is not None:
-                loss["teacher"] = self.teacher(batch)
+                loss_inputs["teacher"] = self.teacher(batch)
             if batch.weights is not None and not self.per_token:
-                loss["weights"] = self.weights(batch)
-        outputs = self.run(payload, input_ids, batch.position_ids, **loss)
+                loss_inputs["weights"] = self.weights(batch)
+        outputs = self.run(payload, input_ids, batch.position_ids, **loss_inputs)
         sent = outputs if self.outgoing is None else self.outgoing.pack(outputs)
-        # DeepSpeed sends back a gradient for every received tensor.
+        # DeepSpeed sends back a gradient for every received tensor, so every one must have one.
         if self.incoming is not None and self.incoming.num_differentiable > 1:
             dependencies = tensors[1 : self.incoming.num_differentiable]
             sent = (touch(sent[0], dependencies), *sent[1:])
@@ -105,19 +104,19 @@ class StageModule(nn.Module):
         payload: Payload | None,
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
-        **loss: Any,
+        **loss_inputs: Any,
     ) -> Any:
-        """Return a Payload; on the last stage a tuple of the logits, or of the summed loss if
-        `loss` has arguments for a `ChunkedLoss`, and of the router loss. `positions` are on the
-        host."""
+        """Return a Payload; on the last stage a tuple of the logits (or of the summed loss, if
+        `loss_inputs` has arguments for a `ChunkedLoss`) and of the router loss, if any.
+        `positions`: on the host."""
         if self.stage.needs_tokens:
             input_ids = input_ids.to(self._device, non_blocking=True).contiguous()
         moved = None if positions is None else positions.to(self._device, non_blocking=True)
         with self.isolation.document_mask(positions):
-            outputs = self.stage(payload, input_ids, moved, **loss)
+            outputs = self.stage(payload, input_ids, moved, **loss_inputs)
         if not self.stage.is_last:
-            # DeepSpeed always sends a gradient back. If all parameters up to here are frozen, no
-            # tensor requires a gradient by itself.
+            # DeepSpeed sends a gradient back to this stage in any case. If all parameters so far
+            # are frozen, no output requires a gradient: make some that do.
             tensors = tensors_in((outputs.outputs, outputs.shared, outputs.router_logits))
             if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
                 differentiable = map_tensors(
@@ -126,13 +125,14 @@ class StageModule(nn.Module):
                 )
                 return replace(outputs, outputs=differentiable)
             return outputs
-        answer = outputs.loss if loss else outputs.logits
-        added = self._added(outputs)
-        return (answer,) if added is None else (answer, added)
+        values = outputs.loss if loss_inputs else outputs.logits
+        router_loss = self._added(outputs)
+        return (values,) if router_loss is None else (values, router_loss)
 
 
 class StagesModule(PipelineModule):  # type: ignore[misc]
-    """DeepSpeed's module with one "layer" per stage, which is real for this rank's stage only."""
+    """DeepSpeed's module with one "layer" per stage; only the layer of this rank's stage computes
+    something."""
 
     def __init__(self, stage: StageModule, topology: ProcessTopology) -> None:
         num_stages = topology.get_dim("pipe")
@@ -146,8 +146,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class _Slot:
-    """Placeholder for a tensor of a payload. number: counted among the tensors with an equal
-    `differentiable`."""
+    """Placeholder for a tensor of a payload. number: index among the differentiable tensors, or
+    among the other tensors."""
 
     number: int
     differentiable: bool
@@ -175,12 +175,13 @@ class P2PLayout:
         return P2PLayout(payload.map(slot), counts[True])
 
     def pack(self, payload: Payload) -> tuple[torch.Tensor, ...]:
-        """Differentiable tensors first. `payload` must have this layout's form."""
+        """Return the tensors of `payload`, differentiable tensors first. `payload` must have this
+        layout's form."""
         differentiable: list[torch.Tensor] = []
         integers: list[torch.Tensor] = []
         slots = iter(_slots(self.form))
 
-        def take(tensor: torch.Tensor) -> None:
+        def append(tensor: torch.Tensor) -> None:
             if next(slots).differentiable:
                 differentiable.append(tensor.contiguous())
             else:
@@ -189,13 +190,14 @@ class P2PLayout:
                     content = content.view(_INTEGERS[content.element_size()])
                 integers.append(content)
 
-        payload.map(take)
+        payload.map(append)
         return (*differentiable, *integers)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...]) -> Payload:
-        """Return the payload that `pack` made `tensors` from."""
+        """Return the payload from which `pack` has made `tensors`."""
 
         def fill(value: Any) -> Any:
+            """Return a copy of a part of the form with tensors instead of slots."""
             if isinstance(value, _Slot):
                 if value.differentiable:
                     return tensors[value.number]
@@ -221,8 +223,7 @@ def _slots(form: Any) -> list[_Slot]:
 
 
 class _Touch(torch.autograd.Function):
-    """`first` unchanged, with a gradient of zeros for `dependencies`: DeepSpeed sends a gradient
-    for every tensor."""
+    """Identity on `first`, with a gradient of zeros for `dependencies`."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *dependencies: torch.Tensor) -> torch.Tensor:
@@ -235,7 +236,7 @@ class _Touch(torch.autograd.Function):
 
 
 def touch(first: torch.Tensor, dependencies: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return `first`, made to depend on `dependencies` without a value, so that every tensor gets a
-    gradient."""
+    """Return `first`, which depends on `dependencies` without using their values, so that each of
+    these tensors gets a gradient."""
     result: torch.Tensor = _Touch.apply(first, *dependencies)  # type: ignore[no-untyped-call]
     return result

@@ -31,9 +31,9 @@ def cpu_group(
 def gather_on_main(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return all ranks' values in rank order on rank 0, an empty list on other ranks. Collective.
 
-    `torch.distributed.gather_object` connects rank 0 to all and pads each value to the longest,
-    `all_gather_object` leaves all values on every rank: of 4,096 ranks, one of which sends 1 MB, 4
-    GB.
+    `torch.distributed.gather_object` connects rank 0 to all ranks and pads each value to the
+    longest; `all_gather_object` leaves all values on every rank. If one of 4,096 ranks sends 1 MB,
+    that is 4 GB.
     """
     return combine_on_main([value], operator.iadd, group) or []
 
@@ -44,13 +44,14 @@ def combine_on_main(
     group: dist.ProcessGroup | None = None,
 ) -> Value | None:
     """Return the values of the world's ranks, combined in rank order, on rank 0, None on other
-    ranks. Collective over `group`, a group of the world. combine: gets the values of earlier and of
-    later ranks, and may change its first argument. If its results stay small, no rank receives as
-    many bytes as the values have together."""
+    ranks. Collective over `group`, a group of the world. combine: combines the values of earlier
+    and of later ranks, and may change its first argument; small results keep messages small."""
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    # At each level of the tree half of the ranks send their value to a lower rank, and are done.
     distance = 1
     while distance < num_ranks:
-        if rank % (2 * distance):
+        is_sender = rank % (2 * distance) != 0
+        if is_sender:
             peer = rank - distance
             content = bytearray(pickle.dumps(value))
             data = torch.frombuffer(content, dtype=torch.uint8).to(_device(group))
@@ -74,7 +75,8 @@ def maximum_of_all(values: torch.Tensor, group: dist.ProcessGroup) -> None:
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     distance = 1
     while distance < num_ranks:
-        if rank % (2 * distance):
+        is_sender = rank % (2 * distance) != 0
+        if is_sender:
             dist.send(values, dst=rank - distance, group=group)
             break
         if rank + distance < num_ranks:
@@ -82,7 +84,7 @@ def maximum_of_all(values: torch.Tensor, group: dist.ProcessGroup) -> None:
             dist.recv(received, src=rank + distance, group=group)
             torch.maximum(values, received, out=values)
         distance *= 2
-    dist.broadcast(values, src=0, group=group)  # along a binomial tree too
+    dist.broadcast(values, src=0, group=group)  # gloo's broadcast is a binomial tree, too
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -20,9 +20,9 @@ def device_kind() -> Literal["cpu", "cuda"]:
 
 
 def refuse_for_device(config: RunConfig, world_size: int) -> None:
-    """Raise ConfigError for settings that are legal in general and not on this machine's devices.
-    For example float16 on a CPU; a login node cannot know. Not collective: all ranks decide alike
-    if their devices are alike."""
+    """Raise ConfigError for settings that are legal in general and not on this machine's devices,
+    for example float16 on a CPU; a check on a login node cannot find them. Not collective: ranks
+    with equal devices decide equally."""
     accelerate = read_accelerate(os.environ)
     async_io = find_library("aio") is not None
     resolve_run(config, world_size, device=device_kind(), accelerate=accelerate, async_io=async_io)

@@ -21,8 +21,8 @@ from bigtrain.models.torch_patches import default_store
 from bigtrain.system.world import World
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.5
-# Polls of every rank together, at first and in the long run: the store is one thread, in the main
-# rank or in torchrun's agent, that takes some 7 us per poll.
+# Polls a second of all ranks together, at first and in the long run: the store has one thread, in
+# the main rank or in torchrun's agent, which needs some 7 us for a poll.
 _FIRST_POLLS_PER_SECOND, _POLLS_PER_SECOND = 1 << 16, 1 << 12
 
 Result = TypeVar("Result")
@@ -39,7 +39,7 @@ class LongWork:
         self._num_done = 0
 
     def on_main_rank(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on rank 0; returns its result, or raises its error, on every rank."""
+        """Run `work` on rank 0; return the result, or raise the error, on every rank."""
         if self._world.size == 1:
             return work()
         outcome = _attempt(work) if self._world.is_main else None
@@ -48,8 +48,8 @@ class LongWork:
         return result
 
     def on_every_rank(self, work: Callable[[], Result]) -> list[Result]:
-        """Run `work` on every rank; returns all results in rank order, or raises the first error,
-        on every rank."""
+        """Run `work` on every rank; return all results in rank order, or raise the first error, on
+        every rank."""
         outcome = _attempt(work)
         outcomes: list[Any] = [outcome]
         if self._world.size > 1:
@@ -57,11 +57,12 @@ class LongWork:
             outcomes = [None] * self._world.size
             result, error = outcome
             dist.all_gather_object(outcomes, (result, _picklable_error(error)))
-            outcomes[self._world.rank] = outcome
+            outcomes[self._world.rank] = outcome  # the error as it was raised on this rank
         return _unwrap(outcomes)
 
     def _wait(self, num_ranks: int, *, takes_part: bool) -> None:
-        """Wait until `num_ranks` are done. Raises LaunchError if the store is gone."""
+        """Wait until `num_ranks` ranks have done this work; `takes_part`: whether this rank is one
+        of them. Raises LaunchError if the store is gone."""
         store = default_store()
         self._num_done += 1
         key = f"bigtrain/{self._token}/{self._num_done}"
@@ -83,23 +84,22 @@ def _pauses(num_ranks: int) -> Iterator[float]:
     poll at once."""
     pause = max(_FIRST_PAUSE_SECONDS, num_ranks / _FIRST_POLLS_PER_SECOND)
     longest = max(_LONGEST_PAUSE_SECONDS, num_ranks / _POLLS_PER_SECOND)
-    jitter = random.Random()  # the run's own generators are not touched
+    jitter = random.Random()  # a separate generator: the run's generators must not change
     while True:
         yield pause * jitter.uniform(0.75, 1.25)
         pause = min(2 * pause, longest)
 
 
 def on_main_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `work` on rank 0; returns its result, or raises its error, on every rank. Collective over
+    """Run `work` on rank 0; return the result, or raise the error, on every rank. Collective over
     `group`, a group of the world, in which all other ranks wait: only for work that takes no longer
-    than other collectives (else `LongWork`). In a thread, `group` must be used in no other
-    thread."""
+    than other collectives (else use `LongWork`). In a thread, no other thread may use `group`."""
     result: Result = _broadcast(_attempt(work) if dist.get_rank() == 0 else None, group)
     return result
 
 
 def on_every_rank(work: Callable[[], Result]) -> list[Result]:
-    """Run `work` on every rank; returns all results in rank order, or raises the first error, on
+    """Run `work` on every rank; return all results in rank order, or raise the first error, on
     every rank. Collective, as `on_main_rank`."""
     outcomes: list[Any] = [None] * dist.get_world_size()
     result, error = _attempt(work)
@@ -112,46 +112,53 @@ def on_all_ranks(
     group: dist.ProcessGroup | None = None,
     joined: Callable[[Sequence[BaseException]], BaseException] = lambda errors: errors[0],
 ) -> Result:
-    """Return the result of `work` on this rank; every rank raises the error that `joined` makes of
-    all. Collective over `group`. `joined` gets the errors in the order of the ranks, at least
-    one."""
+    """Return the result of `work` on this rank; if any rank fails, every rank raises the result of
+    `joined` for all errors, in the order of the ranks. Collective over `group`."""
     result, error = _attempt(work)
+    # Errors by rank.
     errors = {} if error is None else {0: error}
     if dist.is_initialized():
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         sent_error = _picklable_error(error)
         if dist.get_backend(group) == "gloo" and num_ranks == dist.get_world_size():
-            # Point-to-point messages are cheap and the group is the world: along a tree.
-            sent = {} if sent_error is None else {rank: sent_error}
-            box: list[Any] = [combine_on_main(sent, operator.ior, group)]
-            dist.broadcast_object_list(box, src=0, group=group)
-            errors = box[0]
+            # In a CPU group of the world, combine errors along a tree, with few small messages.
+            rank_errors = {} if sent_error is None else {rank: sent_error}
+            shared: list[Any] = [combine_on_main(rank_errors, operator.ior, group)]
+            dist.broadcast_object_list(shared, src=0, group=group)
+            errors = shared[0]
         else:
             gathered: list[BaseException | None] = [None] * num_ranks
             dist.all_gather_object(gathered, sent_error, group=group)
-            errors = {number: e for number, e in enumerate(gathered) if e is not None}
+            errors = {peer: e for peer, e in enumerate(gathered) if e is not None}
         if error is not None:
-            errors[rank] = error
+            errors[rank] = error  # as it was raised on this rank
     if errors:
         raise joined([errors[rank] for rank in sorted(errors)])
     return cast(Result, result)
 
 
 def _broadcast(outcome: _Outcome | None, group: dist.ProcessGroup | None) -> Any:
-    box = [outcome and (outcome[0], _picklable_error(outcome[1]))]
-    dist.broadcast_object_list(box, src=0, group=group)
-    shared = box[0] if outcome is None else outcome
-    assert shared is not None
-    return _unwrap([shared])[0]
+    """Return the result of rank 0, or raise the error, on every rank. outcome: None except on rank
+    0. Collective."""
+    sent: list[_Outcome | None] = [None]
+    if outcome is not None:
+        result, error = outcome
+        sent = [(result, _picklable_error(error))]
+    dist.broadcast_object_list(sent, src=0, group=group)
+    received = sent[0] if outcome is None else outcome
+    assert received is not None
+    [result] = _unwrap([received])
+    return result
 
 
 _Outcome = tuple[Any, BaseException | None]
+"""Result and error of work; one of them is None."""
 
 
 def _attempt(work: Callable[[], Any]) -> _Outcome:
     try:
         return work(), None
-    except BaseException as error:  # KeyboardInterrupt too: other ranks wait
+    except BaseException as error:  # also KeyboardInterrupt: other ranks wait for the outcome
         return None, error
 
 
@@ -164,6 +171,7 @@ def _picklable_error(error: BaseException | None) -> BaseException | None:
 
 
 def _unwrap(outcomes: list[_Outcome]) -> list[Any]:
+    """Return the results, or raise the first error."""
     for _, error in outcomes:
         if error is not None:
             raise error

@@ -16,8 +16,9 @@ from bigtrain.settings.topology import Coordinates, Topology
 
 
 def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
-    """Return all groups by name, in the order in which every rank creates them. "replicas" hold
-    equal parameters, except for experts: ZeRO partitions and gradients are averaged over them."""
+    """Return the ranks of all groups by name, in the order in which every rank creates the groups.
+    "replicas" are the ranks with equal parameters, except for experts, over which ZeRO partitions
+    parameters and gradients are averaged."""
     return {
         "tensor": topology.groups("tensor"),
         "sequence": topology.groups("sequence"),
@@ -34,10 +35,10 @@ def groups_of(topology: Topology) -> dict[str, list[list[int]]]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Rank's position in a topology and the groups that contain it, none of which is None: to torch
-    and DeepSpeed None means the full world. replicas: the ranks with equal parameters. model: the
-    ranks that hold one copy of the model together. ulysses, ring: the ranks that share samples and
-    divide the heads, or pass keys around. expert: the replicas that divide the experts.
+    """Position of `rank` in a topology, and the groups that contain it. No group is None, which
+    means the full world in torch and DeepSpeed. replicas: the ranks with equal parameters. model:
+    the ranks that hold one copy of the model together. ulysses, ring: the ranks that share samples
+    and divide the heads, or pass keys around. expert: the replicas that divide the experts.
     expert_replicas: the ranks with equal experts."""
 
     topology: Topology
@@ -64,25 +65,25 @@ def open_mesh(
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
 ) -> Mesh:
     """Create the groups of `topology` for rank `rank`. Collective over all ranks. An axis of size 1
-    costs nothing, and equal groups are made once. They live as long as the default process
+    costs nothing, and equal groups are made once. The groups exist as long as the default process
     group."""
     assert dist.get_world_size() == topology.world_size
     assert dist.get_rank() == rank
-    # Not torch's default, which for NCCL groups is 10 minutes whatever the world's timeout is.
+    # Set explicitly: torch's default for NCCL groups is 10 minutes, not the world's timeout.
     timeout = timedelta(seconds=collective_timeout_seconds)
     new_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
-    named = {}
+    groups_by_name = {}
     for name, groups in groups_of(topology).items():
         key = tuple(map(tuple, groups))
         if key not in new_groups:
             new_groups[key] = _new_group(groups, rank, timeout)
-        named[name] = new_groups[key]
-    return Mesh(topology, rank, **named)
+        groups_by_name[name] = new_groups[key]
+    return Mesh(topology, rank, **groups_by_name)
 
 
 def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
-    """Return two groups: ranks that hold parts of equal parameters (False) and of equal experts
-    (True). Collective over all ranks; no part of `Mesh`, since few runs need the groups."""
+    """Return two groups of this rank: the ranks with parts of equal parameters (False), and of
+    equal experts (True). Collective over all ranks. Not in `Mesh`, since few runs need them."""
     topology = mesh.topology
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     dense = _new_group(topology.holder_groups(), mesh.rank, timeout)
@@ -92,9 +93,9 @@ def open_holders(mesh: Mesh) -> dict[bool, dist.ProcessGroup]:
 
 
 def warm_up(mesh: Mesh, device: torch.device) -> None:
-    """Use every group of `mesh` that has several ranks once. Collective over all ranks. NCCL opens
-    a group's connections at its first collective, which takes seconds at scale. Here a broken
-    device or cable is an error that names the group, instead of an error in the first step."""
+    """Use every group of `mesh` with several ranks once. Collective over all ranks. NCCL opens a
+    group's connections at the first collective, which takes seconds at scale; a broken device or
+    cable is then an error that names the group, instead of an error in the first step."""
     checked_ids: set[int] = set()
     for name in groups_of(mesh.topology):
         group: dist.ProcessGroup = getattr(mesh, name)
@@ -112,6 +113,7 @@ def warm_up(mesh: Mesh, device: torch.device) -> None:
 
 
 def _new_group(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Create all `groups`, equally large; return the one with `rank`. Collective."""
     new_group: Any
     if len(groups) == 1:
         new_group = dist.group.WORLD
@@ -138,8 +140,7 @@ class ModelParallelUnit:
         }
 
     def __getattr__(self, name: str) -> Any:
-        # DeepSpeed recognizes the type of an mpu by its methods, so there are none beyond the
-        # table.
+        # DeepSpeed recognizes the type of an mpu by the methods that it has, so it has only these.
         for group_name, group in self.__dict__.get("_groups", {}).items():
             if name == f"get_{group_name}_group":
                 return lambda: group

@@ -1,10 +1,11 @@
 """DeepSpeed's compiled operators: built once, and never blocked by a build that was killed.
 
-torch 2.13 takes a lock file at every load of an operator, which outlives a killed process and
-blocks all later loads (utils/file_baton.py). So an operator is compiled in a private folder, and
-its library renamed to its final path and loaded from there without a lock. The name is a hash of
-its sources, flags, versions and CPU, so that environments do not overwrite each other's. flock only
-keeps two processes from compiling one operator at once; without it, an operator is compiled twice.
+torch 2.13 creates a lock file at every load of an operator, which outlives a killed process and
+blocks all later loads (utils/file_baton.py). So an operator is compiled in a private folder; the
+library is then renamed to its final path, and loaded from there without a lock. The name contains a
+hash of the sources, flags, versions and CPU, so that environments do not overwrite libraries of
+other environments. flock only prevents two processes from compiling an operator at once; without
+flock the operator is compiled twice.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from bigtrain.system.user_cache import processor
 _PACKAGE = Path(deepspeed.__file__).resolve().parent
 _PARTIAL = ".partial-"
 # A host that has failed may keep a lock on a file server (NFS 3) until it comes back.
-_PATIENCE_SECONDS = 600.0
+_MOST_WAIT_SECONDS = 600.0
 
 
 def operators_without_locks() -> AbstractContextManager[None]:
@@ -49,14 +50,13 @@ def load_operator(
     and `build`. Compiles the operator if it is not cached. Raises the errors of `load`."""
     # The folder's name is a hash of everything that a library depends on, except the compiler,
     # whose output stays valid.
-    include = [Path(path).resolve() for path in build.get("extra_include_paths") or ()]
-    package_paths = [path for path in include if path.is_relative_to(_PACKAGE)]
+    include_paths = [Path(path).resolve() for path in build.get("extra_include_paths") or ()]
+    package_paths = [path for path in include_paths if path.is_relative_to(_PACKAGE)]
     headers = sorted(
         file for path in package_paths for file in path.rglob("*.h*") if file.is_file()
     )
-    flags = [
-        build.get(key) for key in sorted(build) if key not in ("extra_include_paths", "verbose")
-    ]
+    flag_keys = sorted(build.keys() - {"extra_include_paths", "verbose"})
+    flags = [build.get(key) for key in flag_keys]
     versions = (torch.__version__, torch.version.git_version, deepspeed.__version__)
     system = (sysconfig.get_config_var("SOABI"), os.confstr("CS_GNU_LIBC_VERSION"))
     # ``-march=native`` uses CPU features; hosts with one home directory may have different CPUs.
@@ -91,7 +91,7 @@ def operators_folder() -> Path:
 def _one_at_a_time(library: Path) -> Iterator[None]:
     """Wait until `library` exists or no other process compiles it, for ten minutes at most."""
     descriptor = os.open(library.parent / "flock", os.O_RDWR | os.O_CREAT, 0o644)
-    until = time.monotonic() + _PATIENCE_SECONDS
+    until = time.monotonic() + _MOST_WAIT_SECONDS
     try:
         while not library.exists() and time.monotonic() < until:
             try:
@@ -111,6 +111,7 @@ def _one_at_a_time(library: Path) -> Iterator[None]:
 
 
 def _compile(load: Callable[..., ModuleType], library: Path) -> ModuleType:
+    """Compile by `load` in a private folder, move the result to `library`, and return it loaded."""
     folder = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=library.parent))
     try:
         module = load(build_directory=str(folder))

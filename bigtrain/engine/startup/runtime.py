@@ -33,9 +33,9 @@ from bigtrain.system.world import World, describe_foreign
 def runtime_settings(
     run: ResolvedRun, world: World, environment: MutableMapping[str, str] = os.environ
 ) -> Iterator[list[str]]:
-    """Settings of NCCL, the allocator, float32 products, threads and cores, for `run`. Yields
-    human-readable lines of what was set. Must come before the process group is opened and before
-    the first GPU allocation. Not collective. The allocator's settings are not undone."""
+    """Apply the settings of NCCL, the allocator, float32 products, threads and cores for `run`.
+    Yields human-readable lines on the settings. Call it before the process group is opened and
+    before the first GPU allocation. Not collective. The allocator's settings are not undone."""
     lines = describe_foreign(world, environment)
     added: dict[str, str] = {}
     if device_kind() == "cuda":
@@ -63,7 +63,7 @@ def runtime_settings(
     cores_before = None
     if share.cores is not None and hasattr(os, "sched_setaffinity"):
         cores_before = os.sched_getaffinity(0)
-        with suppress(OSError):  # a container may forbid it; slower, and right
+        with suppress(OSError):  # a container may forbid it: the run is slower, but correct
             os.sched_setaffinity(0, share.cores)
     if share.num_threads is not None:
         torch.set_num_threads(share.num_threads)
@@ -89,14 +89,16 @@ def runtime_settings(
 
 @contextmanager
 def fast_attention(attention: str) -> Iterator[list[str]]:
-    """Inside, sdpa computes by FlashAttention 3 where its package and a Hopper GPU are there
-    (`activate_flash_attention_impl`, torch 2.11), before cuDNN's kernels, which are slower there
-    (docs/benchmarks.md). Yields a line that says so, or why not."""
+    """Let sdpa compute by FlashAttention 3 inside, with its package on a Hopper GPU
+    (`activate_flash_attention_impl`, torch 2.11), instead of cuDNN's kernels, which are slower on
+    Hopper (docs/benchmarks.md). Yields a line on the kernels, with the reason against
+    FlashAttention 3."""
     if attention not in ("auto", "sdpa"):
         yield []
         return
     reason = ""
-    if torch.cuda.get_device_capability()[0] != 9:
+    major, _ = torch.cuda.get_device_capability()
+    if major != 9:
         reason = "it needs a Hopper GPU"
     elif importlib.util.find_spec("flash_attn_interface") is None:
         reason = "flash_attn_interface is not installed"
@@ -118,13 +120,14 @@ def fast_attention(attention: str) -> Iterator[list[str]]:
 
 
 def _cpu_share(run: ResolvedRun, world: World, environment: MutableMapping[str, str]) -> CpuShare:
+    """Return the CPU threads and cores of this rank."""
     engine = run.config.engine
     if device_kind() == "cpu":
         # CPU ranks are for trials: torch's own number of threads, divided, and no binding.
         num_threads = max(1, torch.get_num_threads() // local_world_size(environment))
         is_set = "OMP_NUM_THREADS" in environment
         return CpuShare(engine.cpu_threads or (None if is_set else num_threads))
-    # For the full host: with an environment it would be divided by LOCAL_WORLD_SIZE.
+    # The cores of the full host: given an environment, `this_machine` divides by LOCAL_WORLD_SIZE.
     num_cores = this_machine({}).num_cores
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(num_cores)
     return cpu_share(

@@ -1,6 +1,6 @@
-"""Isolation of packed documents, tested on a proxy model. Some architectures make special masks
-(ALiBi, chunks) or have state across tokens (recurrent layers, convolutions), and no configuration
-lists it."""
+"""Isolation of packed documents, tested on a proxy model: no configuration says that an
+architecture makes special masks (ALiBi, chunks), or has state across tokens (recurrent layers,
+convolutions)."""
 
 from __future__ import annotations
 
@@ -54,24 +54,28 @@ from bigtrain.models.transformers_patches import attention_name
 from bigtrain.settings.run_config import RunConfig
 
 TOLERANCES = {OUTPUT: Tolerance(relative=1e-4)}
-"""Far above float32 rounding, far below what one wrong token does."""
+"""Far above float32 rounding, far below the effect of one wrong token."""
 
-_DOCUMENT_TOKENS = ((7, 9, 8), (1, 20, 3))
+_DOCUMENT_LENGTHS = ((7, 9, 8), (1, 20, 3))
+"""Tokens of the documents of each sample."""
 _LONGEST_SAMPLE = 4096
-"""Tokens of a long sample on a CPU, with masks of all pairs of tokens."""
+"""Largest number of tokens of a sample on a CPU, with masks of all pairs of tokens."""
 
 
 def plan_isolation(
     config: RunConfig, hf_config: PreTrainedConfig
 ) -> tuple[Isolation, list[Problem]]:
-    """Return the document isolation of a run of `config` and the numbering of its positions, and
-    problems with them."""
-    attention, length = config.model.attention, config.batch.sequence_length
-    numbering, problems = plan_numbering(hf_config, attention, length)
+    """Return the document isolation and the numbering of positions of a run of `config`, and
+    problems with both."""
+    attention, sequence_length = config.model.attention, config.batch.sequence_length
+    numbering, problems = plan_numbering(hf_config, attention, sequence_length)
     if problems or not config.data.isolates:
-        is_long = length > SEGMENT_TOKENS and any(layers_with_functions(empty_model(hf_config)))
-        return replace(NOT_ISOLATED, restarts=is_long, numbering=numbering), problems
-    isolation, reason = find_isolation(hf_config, attention, length)
+        # Recurrent layers compute long samples in segments also without isolation.
+        has_segments = sequence_length > SEGMENT_TOKENS and any(
+            layers_with_functions(empty_model(hf_config))
+        )
+        return replace(NOT_ISOLATED, restarts=has_segments, numbering=numbering), problems
+    isolation, reason = find_isolation(hf_config, attention, sequence_length)
     if not reason:
         return isolation, []
     rule = f"is not supported for model_type {hf_config.model_type}: {reason}"
@@ -84,8 +88,8 @@ def plan_isolation(
 def find_isolation(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int
 ) -> tuple[Isolation, str]:
-    """Return how documents of `hf_config` are isolated in samples of `sequence_length`, and why
-    they cannot be (empty if they are).
+    """Return how a model of `hf_config` isolates documents in samples of `sequence_length`, and why
+    it cannot (empty if it can).
 
     Builds a proxy model with random weights on the CPU and compares the logits of two samples of
     three documents each with the logits of the six separate documents. Takes a second or so.
@@ -109,81 +113,78 @@ def find_isolation(
         elif attention in ("auto", "sdpa", "eager"):
             methods = ["documents", "masks"]
         restarts, numbering = any(layers_with_functions(model)), find_numbering(model)
-        plain = [Isolation(method, restarts, numbering=numbering) for method in methods]
-        isolation, reason = _first_that_isolates(model, plain)
+        candidates = [Isolation(method, restarts, numbering=numbering) for method in methods]
+        isolation, reason = _choose_isolation(model, candidates)
         if reason:
             may_overlay = attention in ("auto", "sdpa", "eager")
-            changed = _with_changes(model, plain, overlays=may_overlay) or plain[-1:]
-            isolation, remaining_reason = _first_that_isolates(model, changed)
+            further = _further_isolations(model, candidates, overlays=may_overlay)
+            isolation, remaining_reason = _choose_isolation(model, further or candidates[-1:])
             if remaining_reason:
-                return MASKED, f"{reason}{_leak(model, isolation)}"
+                return MASKED, f"{reason}{_leak_text(model, isolation)}"
             if isolation.overlays:
-                reason = _leak_of_long_sample(hf_config, attention, sequence_length, isolation)
+                reason = _long_sample_failure(hf_config, attention, sequence_length, isolation)
                 if reason:
                     return MASKED, reason
         if numbering != PLAIN_NUMBERING:
-            # The small model has its special tokens at other ids.
+            # The numbering depends on ids of special tokens, which the proxy model changes.
             numbering, _ = plan_numbering(hf_config, attention, sequence_length)
         return replace(isolation, numbering=numbering), ""
     except MODEL_FAILURES as error:
         return MASKED, f"its proxy model could not be tested: {failure_text(error)}"
 
 
-def _with_changes(
+def _further_isolations(
     model: PreTrainedModel, isolations: Sequence[Isolation], *, overlays: bool
 ) -> list[Isolation]:
-    """Return `isolations` with more changes of `model`. `overlays`: whether masks are made that
-    documents can be added to."""
+    """Return `isolations` with further changes of `model`. `overlays`: whether the model's
+    attention uses masks, to which documents can be added."""
     # The model may count positions itself, and make masks without positions.
-    counts = any(position_embeddings(model))
-    changed = [replace(isolation, positions=True) for isolation in isolations if counts]
+    counts_positions = any(position_embeddings(model))
+    further = []
+    if counts_positions:
+        further += [replace(isolation, positions=True) for isolation in isolations]
     if overlays:
-        changed.append(replace(isolations[-1], positions=counts, overlays=True))
+        further.append(replace(isolations[-1], positions=counts_positions, overlays=True))
     # Other modules than attention and known functions may mix tokens.
-    if not counts:
+    if not counts_positions:
         from bigtrain.models.equivalence.token_mixing import mixing_classes
 
-        modules = mixing_classes(model)
-        changed += [replace(isolation, modules=modules) for isolation in isolations if modules]
-    return changed
+        if modules := mixing_classes(model):
+            further += [replace(isolation, modules=modules) for isolation in isolations]
+    return further
 
 
-def _first_that_isolates(
+def _choose_isolation(
     model: PreTrainedModel, isolations: Sequence[Isolation]
 ) -> tuple[Isolation, str]:
-    """Return the first of `isolations` that keeps documents apart, and an empty text; without one
-    the last, and why it does not."""
+    """Return the first of `isolations` that keeps documents apart, and an empty text; if none does,
+    the last, and why it fails."""
     *earlier, last = isolations
     for isolation in earlier:
         try:
-            if not _difference(model, isolation):
+            if not _isolation_failure(model, isolation):
                 return isolation, ""
         except (ModelError, *MODEL_FAILURES):
             continue
-    return last, _difference(model, last)
+    return last, _isolation_failure(model, last)
 
 
-def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
-    """Describe how packed documents differ from separate ones; empty if they do not."""
-    document_tokens = _document_tokens(model)
-    # Documents in samples of their own, packed with isolation, and as a control without isolation.
-    ids = with_uncounted(proxy_tokens(model, sum(document_tokens[0])), isolation.numbering)
+def _isolation_failure(model: PreTrainedModel, isolation: Isolation) -> str:
+    """Return how packed documents differ from separate documents; empty if they are equal."""
+    document_lengths = _trial_lengths(model)
+    # Separate documents are compared with packed documents, isolated and (control) not isolated.
+    ids = with_uncounted(proxy_tokens(model, sum(document_lengths[0])), isolation.numbering)
 
     def separate(model: PreTrainedModel) -> Results:
-        rows = [
-            torch.cat(
-                [
-                    run_forward(model, input_ids=document[None])[OUTPUT]["logits"][0]
-                    for document in row.split(lengths)
-                ]
-            )
-            for row, lengths in zip(ids, document_tokens, strict=True)
-        ]
-        return {OUTPUT: {"logits": torch.stack(rows)}}
+        samples = []
+        for row, lengths in zip(ids, document_lengths, strict=True):
+            results = [run_forward(model, input_ids=part[None]) for part in row.split(lengths)]
+            samples.append(torch.cat([result[OUTPUT]["logits"][0] for result in results]))
+        return {OUTPUT: {"logits": torch.stack(samples)}}
 
     trial = Trial(
         separate,
-        lambda model: _run_packed(model, isolation, ids, document_tokens),
+        lambda model: _run_packed(model, isolation, ids, document_lengths),
         TOLERANCES,
         lambda model: run_forward(model, input_ids=ids),
     )
@@ -196,25 +197,26 @@ def _difference(model: PreTrainedModel, isolation: Isolation) -> str:
     )
 
 
-def _leak(model: PreTrainedModel, isolation: Isolation) -> str:
-    """Return what distinguishes packed documents that are isolated in this way from separate
-    documents, after a colon; empty if it cannot be tested."""
+def _leak_text(model: PreTrainedModel, isolation: Isolation) -> str:
+    """Return by what the tokens before a document change it under `isolation`, after a colon; empty
+    if a test raises an error."""
     try:
-        if _depends_on_earlier(model, isolation, _document_tokens(model)):
+        if _depends_on_earlier(model, isolation, _trial_lengths(model)):
             return ": tokens attend to the documents before theirs"
     except (ModelError, *MODEL_FAILURES):
         return ""
     return ": positions in a document depend on the tokens before it"
 
 
-def _leak_of_long_sample(
+def _long_sample_failure(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, isolation: Isolation
 ) -> str:
     """Return why documents in samples of `sequence_length` are not isolated; empty if they are.
 
     A model that does not take attention from transformers' registry may use masks in short samples
-    only (BigBird's sparse attention), and may compute all samples as the first one that it gets."""
+    only (BigBird's sparse attention), and may compute all samples like the first sample."""
 
+    # The first sample of this model has to be a long sample, so no sample tests the model before.
     def unused(_: PreTrainedModel) -> None: ...
 
     length = min(sequence_length, _LONGEST_SAMPLE)
@@ -232,42 +234,47 @@ def _leak_of_long_sample(
 
 
 def _depends_on_earlier(
-    model: PreTrainedModel, isolation: Isolation, document_tokens: Sequence[Sequence[int]]
+    model: PreTrainedModel, isolation: Isolation, document_lengths: Sequence[Sequence[int]]
 ) -> bool:
-    """Return whether logits of the second document and later ones depend on the first document of
-    a sample. `document_tokens`: tokens of each sample's documents."""
-    ids, other_ids = (proxy_tokens(model, sum(document_tokens[0]), seed) for seed in (0, 1))
+    """Return whether the logits of the second and later documents depend on the first document of
+    a sample. `document_lengths`: numbers of tokens of each sample's documents."""
+    first_lengths = [lengths[0] for lengths in document_lengths]
+    ids, other_ids = (proxy_tokens(model, sum(document_lengths[0]), seed) for seed in (0, 1))
+    # Compute the logits of samples with equal tokens except for the first documents.
     logits = []
-    for first_ids in (ids, other_ids):
+    for ids_of_first in (ids, other_ids):
         rows = [
-            torch.cat([first_row[: lengths[0]], row[lengths[0] :]])
-            for first_row, row, lengths in zip(first_ids, ids, document_tokens, strict=False)
+            torch.cat([first_row[:first_length], row[first_length:]])
+            for first_row, row, first_length in zip(ids_of_first, ids, first_lengths, strict=False)
         ]
-        results = _run_packed(model, isolation, torch.stack(rows), document_tokens)
+        results = _run_packed(model, isolation, torch.stack(rows), document_lengths)
         logits.append(results[OUTPUT]["logits"])
     largest_rounding = TOLERANCES[OUTPUT].relative * float(logits[0].abs().max())
     differences = [
-        float((row - other_row)[lengths[0] :].abs().max())
-        for row, other_row, lengths in zip(*logits, document_tokens, strict=True)
+        float((row - other_row)[first_length:].abs().max())
+        for row, other_row, first_length in zip(*logits, first_lengths, strict=True)
     ]
     return max(differences) > largest_rounding
 
 
-def _document_tokens(model: PreTrainedModel) -> list[list[int]]:
-    """Return the tokens of the documents of two samples of the trial. Documents are longer than
-    what a recurrent layer computes together, and begin inside a chunk."""
+def _trial_lengths(model: PreTrainedModel) -> list[list[int]]:
+    """Return the numbers of tokens of the documents of two samples. A long document in each sample
+    has more tokens than a chunk of recurrent layers, and documents begin inside a chunk."""
     chunk = longest_chunk(model)
-    return [[length + chunk * (length > 8) for length in row] for row in _DOCUMENT_TOKENS]
+    return [
+        [length + chunk if length > 8 else length for length in lengths]
+        for lengths in _DOCUMENT_LENGTHS
+    ]
 
 
 def _run_packed(
     model: PreTrainedModel,
     isolation: Isolation,
     ids: torch.Tensor,
-    document_tokens: Sequence[Sequence[int]],
+    document_lengths: Sequence[Sequence[int]],
 ) -> dict[str, Values]:
-    """Return the results of samples `ids` of isolated documents."""
-    positions = positions_of_lengths(document_tokens)
+    """Return the results of samples `ids` with packed documents under `isolation`."""
+    positions = positions_of_lengths(document_lengths)
     arguments = isolation.arguments(positions)
     with ExitStack() as undo:
         if isolation.method == "lengths":
@@ -281,14 +288,14 @@ def _run_packed(
 def longest_chunk(model: PreTrainedModel) -> int:
     """Return the largest number of tokens that a recurrent layer of `model` computes together, 0
     without one."""
-    chunks = [0]
+    chunk_sizes = [0]
 
-    def note(call: Call) -> None:
-        chunks.append(call.chunk)
+    def record_chunk(call: Call) -> None:
+        chunk_sizes.append(call.chunk)
 
-    undo = replace_functions(model, note)
+    undo = replace_functions(model, record_chunk)
     try:
         run_forward(model, input_ids=proxy_tokens(model))
     finally:
         undo()
-    return max(chunks)
+    return max(chunk_sizes)

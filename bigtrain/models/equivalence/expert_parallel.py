@@ -1,9 +1,9 @@
 """Tests of a model's experts on a proxy model, before there is a process group.
 
-Expert parallelism: a plan names the modules of experts, not whether they follow its contract
-(`bigtrain.models.parallel.experts`). The `moe` section: no configuration states the formula of the
-auxiliary loss, or what the router returns as logits. ZeRO 3: where the data decide in a loop which
-experts are computed (DBRX), ranks with different tokens reach different modules and deadlock.
+Expert parallelism: a plan names the modules of experts, but does not say whether these follow the
+contract of `bigtrain.models.parallel.experts`. The `moe` section: no configuration states the
+formula of the auxiliary loss, or what the router returns as logits. ZeRO 3: where a loop computes
+only the experts that have tokens (DBRX), ranks reach different modules and deadlock.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def check_expert_parallel(
             check_divides(experts, size)
         num_ranks = next(n for n in range(2, size + 1) if size % n == 0)
 
+        # Raises an error for a proxy model that cannot be divided or trained.
         def usable(model: PreTrainedModel) -> None:
             add_noise(model)
             for experts in expert_modules(model):
@@ -93,10 +94,12 @@ def check_expert_parallel(
             usable,
             sequence_length=sequence_length,
         )
-        # Losses for every rank's samples and summed gradients: of one rank, and of several.
+        # One rank with all ranks' samples is compared with ranks that divide the experts.
         trial = Trial(
-            lambda model: _summed([training_results(model, seed=n) for n in range(num_ranks)]),
-            partial(_divided_experts, num_ranks),
+            lambda model: _summed_results(
+                [training_results(model, seed=n) for n in range(num_ranks)]
+            ),
+            partial(_results_of_divided_experts, num_ranks),
             SHARDED,
         )
         difference = trial.difference(model)
@@ -113,9 +116,9 @@ def check_expert_parallel(
     return [Problem("parallel.expert", size, rule, "parallel.expert=1")]
 
 
-def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
-    """Return losses for every rank's samples and the summed gradients, from ranks that divide the
-    experts."""
+def _results_of_divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values]:
+    """Return losses for every rank's samples and the summed gradients, computed by `num_ranks`
+    threads that divide the experts of `model`."""
     exchange = RankThreads(num_ranks)
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
 
@@ -132,10 +135,10 @@ def _divided_experts(num_ranks: int, model: PreTrainedModel) -> dict[str, Values
                 gradients[name] = shard.put(gradients[name])
         return {LOSS: results[LOSS], GRADIENT: gradients}
 
-    return _summed(exchange.run(compute))
+    return _summed_results(exchange.run(compute))
 
 
-def _summed(results: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
+def _summed_results(results: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
     """Return every rank's loss, and the sums of the gradients."""
     losses = {
         "loss" if rank == 0 else f"loss of rank {rank}": loss
@@ -149,7 +152,7 @@ def _summed(results: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
     return {LOSS: losses, GRADIENT: gradients}
 
 
-_FAR = 1e4  # distance of a changed selection bias from all router scores
+_BIAS_BEYOND_SCORES = 1e4  # distance of a changed selection bias from all router scores
 _AUXILIARY, _Z_LOSS, _BIAS = (
     "moe.auxiliary_loss",
     "moe.z_loss_coefficient",
@@ -160,21 +163,21 @@ _AUXILIARY, _Z_LOSS, _BIAS = (
 def check_expert_balance(
     config: RunConfig, hf_config: PreTrainedConfig, reach: GradientReach | None = None
 ) -> list[Problem]:
-    """Return problems with the section `moe` of `config` for a model of `hf_config`; empty if none.
-    Takes a second or two if a router loss is asked for. `reach`: gradient reach of the model, if it
-    is known."""
+    """Return problems with the section `moe` of `config` for a model of `hf_config`. Takes a second
+    or two if the section has a router loss. `reach`: the model's gradient reach; None: computed if
+    needed."""
     section, problems = config.moe, []
     model_type, attention = hf_config.model_type, config.model.attention
-    length = config.batch.sequence_length
-    run_proxy = cache(partial(_run_proxy, hf_config, attention, length))
+    sequence_length = config.batch.sequence_length
+    run_proxy = cache(partial(_run_proxy, hf_config, attention, sequence_length))
 
-    def refused(check: Callable[..., str | None]) -> str | None:
-        return _reason(model_type, lambda: check(model_type, *run_proxy()))
+    def problem_of_outputs(check: Callable[..., str | None]) -> str | None:
+        return _check_problem(model_type, lambda: check(model_type, *run_proxy()))
 
     # The three settings need different things of a router: selection biases, Switch Transformer's
     # auxiliary loss, and logits with gradients.
     if section.bias_update_rate:
-        if reason := _without_biases(hf_config, attention, length, reach):
+        if reason := _bias_problem(hf_config, attention, sequence_length, reach):
             problems.append(Problem(_BIAS, section.bias_update_rate, reason, "0"))
     if section.auxiliary_loss == "global_batch":
         if not has_auxiliary_loss(hf_config):
@@ -184,31 +187,35 @@ def check_expert_balance(
                 "router_aux_loss_coef: 0.001} where the architecture has one"
             )
             problems.append(Problem(_AUXILIARY, "global_batch", rule, remedy))
-        elif reason := refused(_other_auxiliary_loss):
+        elif reason := problem_of_outputs(_auxiliary_loss_problem):
             problems.append(Problem(_AUXILIARY, "global_batch", reason, "micro_batch"))
-    if section.z_loss_coefficient and (reason := refused(_without_logits)):
+    if section.z_loss_coefficient and (reason := problem_of_outputs(_logits_problem)):
         problems.append(Problem(_Z_LOSS, section.z_loss_coefficient, reason, "0"))
     return problems
 
 
-def _without_biases(
+def _bias_problem(
     hf_config: PreTrainedConfig, attention: str, sequence_length: int, reach: GradientReach | None
 ) -> str | None:
-    """Return why the biases by which tokens choose experts cannot be updated; None if they can.
+    """Return why the run cannot update biases by which tokens choose experts; None if it can.
     Blocks of experts without a bias are skipped: DeepSeek-V4's first blocks choose by a hash."""
     model_type = hf_config.model_type
-    absent = f"the routers of a {model_type} have no bias by which tokens choose experts"
+    no_bias = f"the routers of a {model_type} have no bias by which tokens choose experts"
     model = empty_model(hf_config)
     if not any(True for _ in modules_of_experts(model)):
-        return absent
+        return no_bias
     reach = reach or find_gradient_reach(hf_config, sequence_length, attention)
     if not selection_biases(model, reach.absent or ()):
-        return absent
-    return _reason(model_type, partial(_other_choice, hf_config, attention, sequence_length))
+        return no_bias
+    return _check_problem(
+        model_type, partial(_bias_effect_problem, hf_config, attention, sequence_length)
+    )
 
 
 @torch.no_grad()
-def _other_choice(hf_config: PreTrainedConfig, attention: str, sequence_length: int) -> str | None:
+def _bias_effect_problem(
+    hf_config: PreTrainedConfig, attention: str, sequence_length: int
+) -> str | None:
     """Return why tokens of a proxy model do not choose experts by their biases: an expert with a
     much larger bias has to get all tokens, and with a much smaller bias none."""
     model = build_proxy_model(
@@ -218,13 +225,14 @@ def _other_choice(hf_config: PreTrainedConfig, attention: str, sequence_length: 
     ids = proxy_tokens(model)
     for bias in selection_biases(model, untrained):
         experts, original = model.get_submodule(bias.experts), bias.tensor.clone()
-        for change, gets_tokens in ((_FAR, True), (-_FAR, False)):
+        for change, gets_tokens in ((_BIAS_BEYOND_SCORES, True), (-_BIAS_BEYOND_SCORES, False)):
             bias.tensor.view(-1)[0] += change
-            with _chosen(experts) as calls:
+            with _recorded_expert_ids(experts) as calls:
                 model(input_ids=ids, use_cache=False)
             bias.tensor.copy_(original)
-            chooses_first = [(expert_ids == 0).any(-1) for expert_ids in calls]
-            if not calls or not all(bool((x == gets_tokens).all()) for x in chooses_first):
+            # Per call, whether each token chooses the first expert: bool [tokens].
+            choices = [(expert_ids == 0).any(-1) for expert_ids in calls]
+            if not calls or not all(bool((x == gets_tokens).all()) for x in choices):
                 return (
                     f"{bias.name} of a {hf_config.model_type} is not a bias by which tokens choose "
                     "experts"
@@ -233,7 +241,7 @@ def _other_choice(hf_config: PreTrainedConfig, attention: str, sequence_length: 
 
 
 @contextmanager
-def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+def _recorded_expert_ids(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Record the expert ids [tokens, k] of every call of `experts`."""
     calls: list[torch.Tensor] = []
 
@@ -244,8 +252,8 @@ def _chosen(experts: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
         yield calls
 
 
-def _other_auxiliary_loss(model_type: str, outputs: Any, model: PreTrainedModel) -> str | None:
-    """Return why the auxiliary loss cannot be computed from router logits; None if it can."""
+def _auxiliary_loss_problem(model_type: str, outputs: Any, model: PreTrainedModel) -> str | None:
+    """Return why the run cannot compute the auxiliary loss from router logits; None if it can."""
     model_loss = auxiliary_loss(outputs)
     if model_loss is None:
         return f"a {model_type} returns no auxiliary loss"
@@ -267,26 +275,26 @@ def _other_auxiliary_loss(model_type: str, outputs: Any, model: PreTrainedModel)
     )
 
 
-def _without_logits(model_type: str, outputs: Any, model: PreTrainedModel) -> str | None:
-    """Return why no loss can be computed from router logits; None if it can."""
-    logits = router_logits_of(outputs)
+def _logits_problem(model_type: str, outputs: Any, model: PreTrainedModel) -> str | None:
+    """Return why the run cannot compute a loss from router logits; None if it can."""
+    logits_of_layers = router_logits_of(outputs)
     num_experts = {int(m.num_experts) for m in modules_of_experts(model)}  # type: ignore[arg-type]
-    if num_experts != {layer.shape[-1] for layer in logits}:
+    if num_experts != {logits.shape[-1] for logits in logits_of_layers}:
         return f"what a {model_type} returns as router logits has not one for each expert"
-    # Probabilities are between 0 and 1; log-probabilities are probabilities after exp.
-    if any(
-        bool((layer >= 0).all() and (layer <= 1).all())
-        or torch.allclose(layer.float().exp().sum(-1), torch.ones(layer.shape[0]))
-        for layer in logits
-    ):
-        return f"what a {model_type} returns as router logits are probabilities"
-    if not all(layer.requires_grad for layer in logits):
+    for logits in logits_of_layers:
+        are_probabilities = bool((logits >= 0).all() and (logits <= 1).all())
+        if not are_probabilities:  # log-probabilities are probabilities after exp
+            sums = logits.float().exp().sum(-1)
+            are_probabilities = torch.allclose(sums, torch.ones(logits.shape[0]))
+        if are_probabilities:
+            return f"what a {model_type} returns as router logits are probabilities"
+    if not all(logits.requires_grad for logits in logits_of_layers):
         return f"the router logits of a {model_type} have no gradients"
     return None
 
 
-def _reason(model_type: str, check: Callable[[], str | None]) -> str | None:
-    """Return the result of a check of a proxy model, or why the check fails."""
+def _check_problem(model_type: str, check: Callable[[], str | None]) -> str | None:
+    """Return the problem that `check` of a proxy model finds, or the error that it raises."""
     try:
         return check()
     except ModelError as error:
@@ -309,11 +317,11 @@ def _run_proxy(
 def check_expert_gathering(
     hf_config: PreTrainedConfig, zero_stage: int, num_replicas: int, sequence_length: int
 ) -> list[Problem]:
-    """Return the problem with ZeRO 3 for a model of `hf_config`; empty if there is none.
-    num_replicas: ranks that partition the model. sequence_length: tokens of the run's samples.
-    Takes a second for a model with experts that transformers does not compute in one grouped
-    product."""
-    if zero_stage < 3 or num_replicas == 1 or "expert" not in hf_config.to_json_string():
+    """Return the problem with ZeRO 3 for a model of `hf_config`, if any. num_replicas: ranks that
+    partition the model. sequence_length: tokens of the run's samples. Takes a second for a model
+    with experts that transformers does not compute in one grouped product."""
+    has_expert_keys = "expert" in hf_config.to_json_string()
+    if zero_stage < 3 or num_replicas == 1 or not has_expert_keys:
         return []
     if not unmarked_experts(empty_model(hf_config)):
         return []
@@ -325,6 +333,7 @@ def check_expert_gathering(
             model(input_ids=proxy_tokens(model), use_cache=False)
     except MODEL_FAILURES:
         return []  # errors are left to the run
+    # Only a loop over the experts that have tokens computes which elements are nonzero.
     if not nonzero_calls.occurred:
         return []
     rule = (
@@ -335,17 +344,17 @@ def check_expert_gathering(
 
 
 class _NonzeroCalls(OperatorMode):
-    """Records whether `modules` compute which elements of a tensor are nonzero."""
+    """Records whether a forward pass of `modules` calls ``nonzero``. occurred: whether it did."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.occurred, self._depth = False, 0
+        self.occurred, self._num_running_modules = False, 0
         for module in modules:
-            module.register_forward_pre_hook(partial(self._step, 1))
-            module.register_forward_hook(partial(self._step, -1))
+            module.register_forward_pre_hook(partial(self._count_running, 1))
+            module.register_forward_hook(partial(self._count_running, -1))
 
-    def _step(self, change: int, *_: object) -> None:
-        self._depth += change
+    def _count_running(self, change: int, *_: object) -> None:
+        self._num_running_modules += change
 
     def __torch_dispatch__(
         self,
@@ -354,5 +363,6 @@ class _NonzeroCalls(OperatorMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.occurred |= self._depth > 0 and func is torch.ops.aten.nonzero.default
+        is_nonzero = func is torch.ops.aten.nonzero.default
+        self.occurred |= self._num_running_modules > 0 and is_nonzero
         return func(*args, **(kwargs or {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ _INNER_WIDTHS = (
 )
 _KEY_HEADS = ("num_key_value_heads", "kv_n_heads")
 _HEAD_SIZE = 16
-"""Of heads whose size nothing else depends on."""
+"""Size of heads on which nothing else depends."""
 _EXPANSIONS = ("mamba_expand", "expand")
 _RECURRENT_HEADS = (
     ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
@@ -44,21 +44,20 @@ BuiltT = TypeVar("BuiltT")
 
 
 def fewer_layers(config: Any) -> None:
-    """Reduce to four layers, or as many as it takes to have one of every type."""
+    """Reduce to four layers, or to as many as contain a layer of every type."""
     layer_types = getattr(config, "layer_types", None)
     count = min(_LAYERS, config.num_hidden_layers)
     if layer_types:
-        count = max(
-            count, max(layer_types.index(layer_type) for layer_type in set(layer_types)) + 1
-        )
-        with suppress(AttributeError):  # some derive it from the number of layers
+        first_indices = [layer_types.index(layer_type) for layer_type in set(layer_types)]
+        count = max(count, max(first_indices) + 1)
+        with suppress(AttributeError):  # some classes derive the types from the number of layers
             config.layer_types = list(layer_types[:count])
     config.num_hidden_layers = count
 
 
 def fewer_tokens(config: Any) -> None:
-    """Reduce the vocabulary to between `VOCABULARY` and twice as many tokens. The special tokens
-    that there are become the first tokens, which no sample of a small model contains."""
+    """Reduce the vocabulary to between `VOCABULARY` and twice as many tokens. Special tokens become
+    the first tokens, which no sample of a small model contains."""
     config.vocab_size = max(VOCABULARY, min(config.vocab_size, 2 * VOCABULARY))
     if isinstance(getattr(config, "vocab_size_per_layer_input", None), int):
         config.vocab_size_per_layer_input = config.vocab_size
@@ -74,21 +73,22 @@ def build_smallest(
     *,
     all_layers: bool = False,
 ) -> BuiltT:
-    """Return what `build` returns for the smallest configuration for which it raises nothing. No
-    class accepts every change, and the last configuration is the full one. `reductions`: changes of
-    sizes, the smallest result first. `all_layers`: no layer is removed. Raises ValueError with the
-    first reason if all fail."""
+    """Return the result of `build` for the smallest configuration that it accepts. No class accepts
+    every change, so the last configuration is the full one. `reductions`: changes of sizes, the
+    smallest result first. `all_layers`: no layer is removed. Raises ValueError with the first error
+    if `build` accepts no configuration."""
     layers: list[Change] = [] if all_layers else [fewer_layers]
-    steps = [[*layers, fewer_tokens, change] for change in reductions]
-    steps += [[fewer_tokens, change] for change in reductions]
+    attempts = [[*layers, fewer_tokens, reduction] for reduction in reductions]
+    attempts += [[fewer_tokens, reduction] for reduction in reductions]
+    attempts += [[*layers, fewer_tokens], layers, []]
     failure: Exception | None = None
-    for changes in [*steps, [*layers, fewer_tokens], layers, []]:
+    for changes in attempts:
         config = copy.deepcopy(hf_config)
         try:
             for change in changes:
                 change(text_config(config))
             return build(config)
-        except Exception as error:  # constructors raise anything for odd values
+        except Exception as error:  # constructors raise any error for odd values
             failure = failure or error
     raise ValueError(failure) from failure
 
@@ -97,9 +97,9 @@ def check_size(config: PreTrainedConfig) -> None:
     """Raise ValueError if a model of `config` is too large to be tested on a CPU."""
     with torch.device("meta"):
         model = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.float32)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    if size > MAX_PARAMETERS:
-        raise ValueError(f"it still has {size} parameters")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if num_parameters > MAX_PARAMETERS:
+        raise ValueError(f"it still has {num_parameters} parameters")
 
 
 def with_heads(
@@ -111,7 +111,7 @@ def with_heads(
 
     def change(config: Any) -> None:
         if getattr(config, "num_attention_heads", None) is None:  # recurrent layers only
-            _narrow(config, heads, heads * (head_size or _HEAD_SIZE))
+            _reduce_width(config, heads, heads * (head_size or _HEAD_SIZE))
             return
         key_heads, size = key_value_heads, head_size
         # Values of single layers hide the configuration's own values, which are changed first.
@@ -137,7 +137,7 @@ def with_heads(
         config.hidden_size = heads * size
         config.num_attention_heads = heads
         # Sub-configurations of attention and experts repeat the widths and heads.
-        for part in _parts(config):
+        for part in _with_sub_configs(config):
             if hasattr(part, "hidden_size"):
                 part.hidden_size = config.hidden_size
             for name in _KEY_HEADS:
@@ -151,13 +151,10 @@ def with_heads(
                     setattr(part, name, [config.hidden_size] * len(width_before))
         sizes = {"num_attention_heads": heads, **dict.fromkeys(_KEY_HEADS, key_heads)}
         sizes |= dict.fromkeys(_INNER_WIDTHS, config.hidden_size)
-        scale = {"head_dim": size / head_dim} if head_dim else {}
         if layer_values:
+            head_scale = size / head_dim if head_dim else 1.0
             config.per_layer_config = {
-                index: {
-                    name: sizes.get(name, int(value * scale[name]) if name in scale else value)
-                    for name, value in values.items()
-                }
+                index: _reduced_layer_values(values, sizes, head_scale)
                 for index, values in layer_values.items()
                 if int(index) < config.num_hidden_layers
             }
@@ -165,9 +162,19 @@ def with_heads(
     return change
 
 
-def _narrow(config: Any, heads: int, hidden_size: int) -> None:
+def _reduced_layer_values(
+    values: Mapping[str, Any], sizes: Mapping[str, Any], head_scale: float
+) -> dict[str, Any]:
+    """Return the `values` of a layer with `sizes`, and a head size scaled by `head_scale`."""
+    reduced = {name: sizes.get(name, value) for name, value in values.items()}
+    if "head_dim" in values and head_scale != 1.0:
+        reduced["head_dim"] = int(values["head_dim"] * head_scale)
+    return reduced
+
+
+def _reduce_width(config: Any, heads: int, hidden_size: int) -> None:
     """Change the widths of a model without attention, in proportion to the hidden size. Raises
-    ValueError for xLSTM, whose head sizes do not follow."""
+    ValueError for xLSTM, whose constructor demands other head sizes."""
     if hasattr(config, "embedding_dim"):
         raise ValueError("its head sizes do not follow its width")
     _fit_recurrent_heads(config, heads, hidden_size)
@@ -179,8 +186,8 @@ def _narrow(config: Any, heads: int, hidden_size: int) -> None:
 
 
 def _fewer_linear_heads(config: Any, heads: int) -> None:
-    """Change linear attention, which is slow without kernels, to `heads` small heads; as many value
-    heads share a key head as before."""
+    """Change linear attention, which is slow without kernels, to `heads` small key heads, each with
+    an unchanged number of value heads."""
     if getattr(config, "linear_num_heads", None):
         config.linear_num_heads = heads
     key_heads = getattr(config, "linear_num_key_heads", None)
@@ -193,13 +200,14 @@ def _fewer_linear_heads(config: Any, heads: int) -> None:
 
 
 def _fit_recurrent_heads(config: Any, divisor: int, hidden_size: int) -> None:
-    """Change the heads of recurrent layers that share a multiple of the hidden size to share the
-    same multiple of `hidden_size`, as their constructors demand: a multiple of `divisor` heads,
-    which as many ranks can divide, and of the groups."""
-    for expansion in (getattr(config, name, None) for name in _EXPANSIONS):
+    """Change the heads of recurrent layers whose total width is the hidden size times an expansion
+    to `hidden_size` times this expansion, as the constructors demand. The number of heads is a
+    multiple of the groups, and of `divisor`, so that as many ranks can divide the heads."""
+    expansions = [getattr(config, name, None) for name in _EXPANSIONS]
+    for expansion in (value for value in expansions if value is not None):
         for heads_name, size_name, groups_name in _RECURRENT_HEADS:
             heads, size = getattr(config, heads_name, None), getattr(config, size_name, None)
-            if not isinstance(heads, int) or not isinstance(size, int) or expansion is None:
+            if not isinstance(heads, int) or not isinstance(size, int):
                 continue
             if heads * size == int(expansion * config.hidden_size):
                 width = int(expansion * hidden_size)
@@ -209,7 +217,7 @@ def _fit_recurrent_heads(config: Any, divisor: int, hidden_size: int) -> None:
                 setattr(config, size_name, width // num_heads)
 
 
-def _parts(config: Any) -> list[Any]:
+def _with_sub_configs(config: Any) -> list[Any]:
     """Return `config` and its sub-configurations of attention or experts (Dbrx)."""
     parts = [config]
     for name in getattr(config, "sub_configs", {}):
@@ -222,26 +230,27 @@ def _parts(config: Any) -> list[Any]:
 def fewer_experts(config: Any, divisor: int = 2) -> None:
     """Reduce to twice as many experts as a token is routed to, rounded up to a multiple of
     `divisor`."""
-    for part in _parts(config):
+    for part in _with_sub_configs(config):
         experts_per_token = [
             getattr(part, name) for name in CHOSEN_EXPERTS if getattr(part, name, None)
         ]
         for name in EXPERTS:
             if isinstance(getattr(part, name, None), int) and experts_per_token:
-                enough = -(-2 * int(experts_per_token[0]) // divisor) * divisor
-                setattr(part, name, min(getattr(part, name), enough))
+                num_multiples = math.ceil(2 * int(experts_per_token[0]) / divisor)
+                setattr(part, name, min(getattr(part, name), num_multiples * divisor))
 
 
 def smaller(*heads: Change, divisor: int = 2) -> list[Change]:
     """Return reductions for `build_proxy_model`: each of `heads`, the smallest first, with fewer
-    experts; then fewer experts only; then the last of `heads` only."""
+    experts; then fewer experts only; then the last of `heads` only. `divisor`: of the number of
+    experts."""
 
-    def both(change: Change, config: Any) -> None:
-        change(config)
+    def reduce_both(change_heads: Change, config: Any) -> None:
+        change_heads(config)
         fewer_experts(config, divisor)
 
-    experts = partial(fewer_experts, divisor=divisor)
-    return [*(partial(both, change) for change in heads), experts, heads[-1]]
+    reduce_experts = partial(fewer_experts, divisor=divisor)
+    return [*(partial(reduce_both, change) for change in heads), reduce_experts, heads[-1]]
 
 
 def deterministic(hf_config: PreTrainedConfig) -> PreTrainedConfig:

@@ -1,11 +1,11 @@
-"""Sample lengths at which a model begins to compute something else, found by experiment.
+"""Thresholds: sample lengths at which a model begins to compute differently, found by experiment.
 
 Windows, chunks, compression rates, budgets of sparse attention and lengths of rotary embeddings
 have different names in every architecture. So every number of a configuration is changed in a small
-model. The number is a threshold if short samples have the same logits with both values, longer
-samples do not, and the shortest sample with different logits becomes longer as the number grows.
-Where short samples differ, too, the number is a threshold if the logits of a sample's first tokens
-change from some length of the sample on, and this length grows with the number.
+model. The number is a threshold if short samples have equal logits with both values, longer samples
+have different logits, and the shortest sample with different logits becomes longer as the number
+grows. If short samples differ, too, the number is a threshold if the logits of a sample's first
+tokens change from some length of the sample on, and this length grows with the number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.system.user_cache import cached
 
 _SHORT, _LONG = 3, 64
-"""Tokens of a sample that crosses no threshold of the experiments, and of one that crosses all."""
+"""Tokens of a sample that crosses no threshold in an experiment, and of a sample that crosses
+every threshold."""
 _VALUES = ((6, 12), (8, 16))
 """Values that a number is given, in the order in which they are tested: some must be powers of
 two."""
@@ -46,20 +47,21 @@ _TOLERANCE = 1e-4
 _SMALL_NUMBER = 4
 """Value of a threshold in experiments with the other numbers."""
 _SMALLEST_SLOPE = 0.4
-"""Tokens for each unit of a threshold's number; a window on both sides has 0.5. A number that takes
-part in a choice among entries has a smaller slope by chance."""
+"""Smallest slope of a threshold; a window on both sides has 0.5. A number that takes part in a
+choice among entries may have a smaller slope by chance."""
 _FACTOR_SLOPE = 1.5
-"""Tokens for each unit of a number from which on another threshold may be a factor."""
+"""Slope from which on another threshold may be a factor."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """A number of a configuration that changes the logits of samples from some length on:
-    ``slope * number + offset`` tokens.
+    """Number of a configuration that changes the logits of samples from some length on: ``slope *
+    number + offset`` tokens.
 
-    name: a key of `numbers_of`. factors: names of the thresholds to which this length is
-    proportional; a budget of compressed entries has the tokens of an entry as factor. slope and
-    offset hold for the values that the factors have in the configuration.
+    name: a key of `numbers_of`. slope: tokens for each unit of the number. factors: names of the
+    thresholds to which the length is proportional, for example, for a budget of compressed entries,
+    the number of tokens of an entry. slope and offset hold for the values that the factors have in
+    the configuration.
     """
 
     name: str
@@ -74,8 +76,8 @@ class Threshold:
         return math.ceil(ratio * (self.slope * number + self.offset) - 1e-6)
 
     def number_for(self, first_length: int, ratio: float = 1.0) -> int:
-        """Return the smallest number on which only samples of `first_length` or more depend, the
-        inverse of `first_length`."""
+        """Return the smallest number for which the method `first_length` returns `first_length` or
+        more."""
         return max(1, math.ceil((first_length / ratio - self.offset) / self.slope - 1e-6))
 
 
@@ -85,36 +87,38 @@ def cross_thresholds(
     tokens: int,
     source: PreTrainedConfig | None = None,
 ) -> bool:
-    """Make samples of `tokens` cross the thresholds in `config` that samples of `sequence_length`
-    cross. Returns whether the thresholds are known; without them `config` stays as it is.
+    """Change `config` so that samples of `tokens` cross the thresholds that samples of
+    `sequence_length` cross now. Returns whether the thresholds are known; otherwise `config` is not
+    changed.
 
     The shortest length becomes a little more than half of `tokens`, the next length one token more;
     equal lengths stay equal. So half a sample crosses no length that the full sample crosses,
     unless one length is a multiple of a second length, and no chunk ends where half a sample ends.
-    Lengths that samples of `sequence_length` do not cross stay. `source`: the configuration that
-    `config` was reduced from. Raises ValueError if `tokens` are too few for all lengths.
+    Lengths that samples of `sequence_length` do not cross stay. `source`: the configuration from
+    which `config` was reduced. Raises ValueError if `tokens` are too few for all lengths.
     """
     thresholds = find_thresholds(source or config, sequence_length)
     if thresholds is None:
         return False
     crossed = [t for t in thresholds if t.first_length(t.number) <= sequence_length]
-    # Factors become small, so that few tokens hold several multiples.
+    # Factors become small, so that a sample has several multiples of a factor.
     numbers = {threshold.name: threshold.number for threshold in thresholds}
     factors = {name for threshold in crossed for name in threshold.factors}
     new_numbers = {name: min(numbers[name], max(2, tokens // 6)) for name in sorted(factors)}
-    # Lengths without multiples follow each other from half a sample on.
+    # The lengths of thresholds that are no factors become consecutive, from half a sample on.
     non_factors = [threshold for threshold in crossed if threshold.name not in factors]
     lengths = sorted({threshold.first_length(threshold.number) for threshold in non_factors})
     for threshold in non_factors:
         ratio = math.prod(new_numbers[name] / numbers[name] for name in threshold.factors)
-        rank = lengths.index(threshold.first_length(threshold.number))
-        number = threshold.number_for(tokens // 2 + 2 + rank, ratio)
-        if threshold.first_length(threshold.number, ratio) <= tokens // 2 + 1:
+        index = lengths.index(threshold.first_length(threshold.number))
+        number = threshold.number_for(tokens // 2 + 2 + index, ratio)
+        is_short_already = threshold.first_length(threshold.number, ratio) <= tokens // 2 + 1
+        if is_short_already:
             number = threshold.number
         if threshold.first_length(number, ratio) > tokens:
             raise ValueError(f"{tokens} tokens do not cross {len(lengths)} different lengths")
         new_numbers[threshold.name] = number
-    # All at once: a number that was set may equal the next one.
+    # Find all paths before any number changes: a changed number may equal another one.
     paths = numbers_of(text_config(config))
     for name, number in new_numbers.items():
         for path in paths.get(name, []):
@@ -129,8 +133,8 @@ def find_thresholds(
     None if no small model can be run. Builds a small model for each number of the configuration;
     the result is cached."""
     paths = numbers_of(text_config(hf_config))
-    # A window that counts tokens on both sides is crossed at half its number. Rounded, so that runs
-    # of other lengths find the result in the cache.
+    # A window on both sides is crossed at half its number. Rounded up to a power of two, so that
+    # runs of other lengths find the result in the cache.
     largest = 2 ** math.ceil(math.log2(2 * sequence_length))
     names = [name for name in paths if _SHORT <= _number(name) <= largest]
     key = trial_key(hf_config, "thresholds", names)
@@ -170,8 +174,9 @@ def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, int]]:
         items = vars(node).items()
     elif isinstance(node, list):
         items = enumerate(node)
-    if isinstance(node, list) and len(node) > 2 and len({*map(str, node)}) == len(node):
-        return  # numbers of layers
+        # A list of more than two different values enumerates layers.
+        if len(node) > 2 and len({*map(str, node)}) == len(node):
+            return
     for key, value in items:
         if isinstance(value, (dict, list)) or _has_attributes(value):
             yield from _leaves(value, (*path, key))
@@ -181,7 +186,7 @@ def _leaves(node: Any, path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _has_attributes(node: Any) -> bool:
-    """Return whether `node` is a configuration, or what it keeps values of single layers in."""
+    """Return whether `node` is a configuration, or a dataclass in it with values of layers."""
     return isinstance(node, PreTrainedConfig) or is_dataclass(node)
 
 
@@ -224,7 +229,8 @@ class _Experiments:
                 results = {name: self._test(name) for name in untested}
                 added = {name: t for name, t in results.items() if isinstance(t, Threshold)}
                 thresholds |= added
-                # A threshold may be longer than the samples as long as its factors are large.
+                # A number without an effect may be a threshold that is longer than the samples
+                # while its factors are large: test it again with small factors.
                 untested = [name for name, t in results.items() if t is None]
                 if not added or not untested:
                     break
@@ -232,6 +238,8 @@ class _Experiments:
             return tuple(self._with_factors(t, thresholds) for t in thresholds.values())
 
     def _build_base(self) -> bool:
+        """Build the smallest model that can be run; return whether there is one."""
+
         def use(config: PreTrainedConfig) -> None:
             self._base = config
             check_size(config)
@@ -239,11 +247,14 @@ class _Experiments:
             if not torch.isfinite(_logits(self._model, _LONG)).all():
                 raise ValueError("not finite")
 
-        # The language model only, if it has a class of its own: a vision tower makes models large.
+        # First only the language model, if it has a separate class, without a large vision tower.
         heads = smaller(with_heads(2, head_size=16), with_heads(2))
-        for part in {id(c): c for c in (text_config(self._hf_config), self._hf_config)}.values():
+        configs = [text_config(self._hf_config)]
+        if configs[0] is not self._hf_config:
+            configs.append(self._hf_config)
+        for config in configs:
             with suppress(ValueError):
-                build_smallest(part, heads, use)
+                build_smallest(config, heads, use)
                 return True
         return False
 
@@ -291,17 +302,14 @@ class _Experiments:
                     first = _first_switch(small)
                     if first > _LONG:
                         # The number is a size; a smaller size makes further experiments faster.
-                        small_size, size = (
-                            sum(p.numel() for p in m.parameters()) for m in (small, self._model)
-                        )
-                        if small_size < 0.9 * size:
+                        if _num_parameters(small) < 0.9 * _num_parameters(self._model):
                             self._use({name: low})
                         return False
                     second = _first_switch(self._build({name: middle}))
-                    return (
-                        _threshold(name, _Crossing(low, first), _Crossing(middle, second)) or False
-                    )
-                # If they do not, two lengths that differ from a large number's show the slope.
+                    crossings = _Crossing(low, first), _Crossing(middle, second)
+                    return _threshold(name, *crossings) or False
+                # Otherwise compare two small numbers with a large one: the lengths of the shortest
+                # samples that differ show the slope.
                 large = self._model if number >= 2 * middle else self._build({name: 2 * middle})
                 if not _are_same(small, large, _SHORT):
                     return False
@@ -320,27 +328,28 @@ class _Experiments:
         if threshold.slope < _FACTOR_SLOPE:
             return threshold
         low, middle = _VALUES[0]
-        numbers = {threshold.name: low}
         large = self._build({threshold.name: _LONG})
-        first = _first_difference(self._build(numbers), large)
-        # A second threshold is a factor if the length grows when the second threshold is doubled.
+        low_length = _first_difference(self._build({threshold.name: low}), large)
+        # Another threshold is a factor if the length grows when that threshold is doubled. Ratios
+        # of the factors in the configuration to the factors in the small models:
         factors = {}
         for name in thresholds:
             if name == threshold.name:
                 continue
             doubled = {name: 2 * self._numbers[name]}
-            changed = self._build({**doubled, threshold.name: _LONG})
-            second = _first_difference(self._build({**doubled, **numbers}), changed)
-            if second > 1.5 * first:
+            doubled_small = self._build({**doubled, threshold.name: low})
+            doubled_large = self._build({**doubled, threshold.name: _LONG})
+            if _first_difference(doubled_small, doubled_large) > 1.5 * low_length:
                 factors[name] = _number(name) / self._numbers[name]
-        # The slope is for the factors of the small models: scale it to the configuration's factors.
-        second = _first_difference(self._build({threshold.name: middle}), large)
-        scaled = _threshold(threshold.name, _Crossing(low, first), _Crossing(middle, second))
-        if scaled is None:
+        # Measure the slope in the small models, and scale it to the configuration's factors.
+        middle_length = _first_difference(self._build({threshold.name: middle}), large)
+        crossings = _Crossing(low, low_length), _Crossing(middle, middle_length)
+        measured = _threshold(threshold.name, *crossings)
+        if measured is None:
             return threshold
         ratio = math.prod(factors.values())
-        slope, offset = ratio * scaled.slope, ratio * scaled.offset
-        return replace(scaled, slope=slope, offset=offset, factors=tuple(factors))
+        slope, offset = ratio * measured.slope, ratio * measured.offset
+        return replace(measured, slope=slope, offset=offset, factors=tuple(factors))
 
 
 class _Crossing(NamedTuple):
@@ -354,9 +363,10 @@ def _threshold(name: str, low: _Crossing, middle: _Crossing) -> Threshold | None
     """Return the threshold ``length = slope * number + offset`` through two crossings; None if the
     length does not grow with the number."""
     slope = (middle.length - low.length) / (middle.number - low.number)
-    if middle.length > _LONG:
+    if middle.length > _LONG:  # longer than the samples: its length is unknown
+        # Twice the number has about twice the length, which a quarter sample would show.
         if low.length < _LONG // 4:
-            return None  # twice the number would have at most twice the length, or a little more
+            return None
         slope = low.length / low.number
     if slope < _SMALLEST_SLOPE:
         return None
@@ -375,20 +385,25 @@ def _logits(model: Any, length: int) -> torch.Tensor:
     return logits_by_length[length]
 
 
+def _num_parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def _are_same(first_model: Any, second_model: Any, length: int) -> bool:
+    """Return whether two models have equal logits for the first `length` tokens of a sample."""
     a, b = _logits(first_model, length), _logits(second_model, length)
     return a.shape == b.shape and float((a - b).abs().max()) <= _TOLERANCE * float(b.abs().max())
 
 
 def _first_switch(model: Any) -> int:
-    """Return the length of the shortest sample whose first tokens have other logits than in a
-    shorter sample (rotary embeddings that depend on the length); ``_LONG + 1`` if no sample
-    does."""
+    """Return the length of the shortest sample whose first tokens have other logits than in a short
+    sample, as with rotary embeddings that depend on the length; ``_LONG + 1`` if there is none."""
 
     def switches(length: int) -> bool:
         start, expected = _logits(model, length)[:, :_SHORT], _logits(model, _SHORT)
         limit = _TOLERANCE * float(expected.abs().max())
-        return not float((start - expected).abs().max()) <= limit  # also NaN
+        is_close = float((start - expected).abs().max()) <= limit  # False for NaN
+        return not is_close
 
     return _shortest(switches, _LONG)
 
@@ -399,7 +414,7 @@ def _first_difference(first_model: Any, second_model: Any) -> int:
     # With causal attention the shortest sample ends at the first other logit of a long sample.
     a, b = _logits(first_model, _LONG), _logits(second_model, _LONG)
     differs = ((a - b).abs() > _TOLERANCE * b.abs().max()).any(-1)[0].tolist()
-    # Where the first token sees the tokens after it, its logits may be the first to differ.
+    # Without causal attention the logits of the first token may differ, too: guess at least 1.
     guess = max(1, differs.index(True)) if True in differs else _LONG
     return _shortest(lambda length: not _are_same(first_model, second_model, length), guess)
 
@@ -413,7 +428,9 @@ def _shortest(differs: Callable[[int], bool], guess: int) -> int:
             different_length = length
         else:
             same_length = length
-        length = (same_length + different_length) // 2
+        # Until a length differs, the lengths after the guess are the likely ones.
         if different_length > _LONG:
             length = same_length + 1
+        else:
+            length = (same_length + different_length) // 2
     return different_length

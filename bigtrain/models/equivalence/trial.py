@@ -1,5 +1,5 @@
 """The harness of all equivalence trials, also of `bigtrain parity`: runs a proxy model without and
-with one change on the same batch, and names the first difference."""
+with one change on the same batch, and reports the first difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OUTPUT, LOSS, GRADIENT = "output", "loss", "gradient"
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """The shard of a tensor that a rank computed, for comparison with the full one."""
+    """The shard of a tensor that a rank computed, for comparison with the full tensor."""
 
     tensor: torch.Tensor
     shard: Shard
@@ -60,13 +60,14 @@ class Tolerance:
 Tolerances = Mapping[str, Tolerance]
 
 SHARDED = {LOSS: Tolerance(relative=1e-5), GRADIENT: Tolerance(relative=1e-3, common=1e-6)}
-"""For sharded models: rounding of float32 is far below both, a part of a gradient or a wrong factor
-far above."""
+"""For sharded models. Rounding of float32 is far below both tolerances, and a missing part of a
+gradient or a wrong factor far above."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs by more than rounding; distance: its largest difference."""
+    """A tensor that differs by more than rounding. distance: the largest difference of an element.
+    limit: the largest difference that counts as rounding."""
 
     category: str
     name: str
@@ -87,9 +88,10 @@ class Difference:
 class Trial:
     """One change of a model, and the differences that count as rounding.
 
-    plain, changed: results of a model without and with the change; `plain` leaves the model
-    unchanged. control: results if the change were wrong; the first category of `tolerances` has to
-    differ by ten times the tolerance, or the comparison would detect nothing.
+    plain, changed: compute the results of a model without and with the change; `plain` leaves the
+    model unchanged. control: computes the results of a wrong change; these have to differ in the
+    first category of `tolerances` by ten times the tolerance, or the comparison would detect
+    nothing.
     """
 
     plain: Run
@@ -108,8 +110,8 @@ class Trial:
                     raise ValueError(f"its {name} is not finite, so that nothing can be compared")
         if self.control is not None:
             category, tolerance = next(iter(self.tolerances.items()))
-            coarse = {category: replace(tolerance, relative=10 * tolerance.relative)}
-            if first_difference(expected, self.control(model), coarse) is None:
+            coarse_tolerances = {category: replace(tolerance, relative=10 * tolerance.relative)}
+            if first_difference(expected, self.control(model), coarse_tolerances) is None:
                 raise ValueError("random weights do not show whether it changes the result")
         return first_difference(expected, self.changed(model), self.tolerances)
 
@@ -117,15 +119,15 @@ class Trial:
 def first_difference(
     expected: Mapping[str, Values], actual: Results, tolerances: Tolerances
 ) -> Difference | None:
-    """Return the first difference beyond its limit, by category in the order of `tolerances`; of
-    gradients, the largest relative to its limit."""
+    """Return the first difference beyond its limit, by category in the order of `tolerances`. Among
+    gradients, return the difference that is largest relative to its limit."""
     for category, tolerance in tolerances.items():
         limits = tolerance.limits(expected.get(category, {}))
-        by_name = distances(expected.get(category, {}), actual.get(category, {}))
-        large = {name: d for name, d in by_name.items() if d > limits.get(name, 0.0)}
-        if large:
-            name = worst(large, limits) if category == GRADIENT else next(iter(large))
-            return Difference(category, name, large[name], limits.get(name, 0.0))
+        all_distances = distances(expected.get(category, {}), actual.get(category, {}))
+        excessive = {n: d for n, d in all_distances.items() if d > limits.get(n, 0.0)}
+        if excessive:
+            name = worst(excessive, limits) if category == GRADIENT else next(iter(excessive))
+            return Difference(category, name, excessive[name], limits.get(name, 0.0))
     return None
 
 
@@ -134,29 +136,30 @@ def distances(
 ) -> dict[str, float]:
     """Return the largest difference by tensor; infinite if the difference is NaN, the shapes
     differ, or only one side has the tensor."""
-    by_name = {}
+    distance_by_name = {}
     for name in dict.fromkeys([*expected, *actual]):
-        by_name[name] = math.inf
-        a, b = expected.get(name), actual.get(name)
-        if a is None or b is None:
+        distance_by_name[name] = math.inf
+        expected_tensor, tensor = expected.get(name), actual.get(name)
+        if expected_tensor is None or tensor is None:
             continue
-        if isinstance(b, LocalTensor):
-            assert b.shard.shape == a.shape
-            a, b = b.shard.take(a), b.tensor
-        if a.shape == b.shape:
-            distance = largest_value(b - a)
-            by_name[name] = math.inf if math.isnan(distance) else distance
-    return by_name
+        if isinstance(tensor, LocalTensor):
+            assert tensor.shard.shape == expected_tensor.shape
+            expected_tensor, tensor = tensor.shard.take(expected_tensor), tensor.tensor
+        if expected_tensor.shape == tensor.shape:
+            distance = largest_value(tensor - expected_tensor)
+            distance_by_name[name] = math.inf if math.isnan(distance) else distance
+    return distance_by_name
 
 
-def worst(by_name: Mapping[str, float], limits: Mapping[str, float]) -> str:
-    """Return the name whose distance is closest to its limit, or farthest beyond it."""
+def worst(distance_by_name: Mapping[str, float], limits: Mapping[str, float]) -> str:
+    """Return the name with the largest ratio of distance to limit; among equal ratios, with the
+    largest distance."""
 
     def excess(name: str) -> tuple[float, float]:
-        limit = limits.get(name, 0.0)
-        return by_name[name] / limit if limit else math.inf, by_name[name]
+        distance, limit = distance_by_name[name], limits.get(name, 0.0)
+        return distance / limit if limit else math.inf, distance
 
-    return max(by_name, key=excess)
+    return max(distance_by_name, key=excess)
 
 
 def largest_value(tensor: torch.Tensor) -> float:
@@ -178,8 +181,8 @@ def forward_results(outputs: Any) -> dict[str, Values]:
 
 
 def training_results(model: PreTrainedModel, seed: int = 0) -> dict[str, Values]:
-    """Return the loss that `model` itself computes of random tokens (the mean square of the scores
-    of a score head), and every gradient."""
+    """Return the loss that `model` itself computes for random tokens (for a score head, the mean
+    square of the scores), and every gradient."""
     model.zero_grad(set_to_none=True)
     ids = proxy_tokens(model, seed=seed).to(next(model.parameters()).device)
     if has_score_head(model):
@@ -187,7 +190,7 @@ def training_results(model: PreTrainedModel, seed: int = 0) -> dict[str, Values]
     else:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    # A state that a layer keeps (RG-LRU) keeps the graph, and with it the shapes of parameters.
+    # A state that a layer stores (RG-LRU) keeps the graph, and with it the shapes of parameters.
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if torch.is_tensor(value) and value.grad_fn is not None:
@@ -196,8 +199,8 @@ def training_results(model: PreTrainedModel, seed: int = 0) -> dict[str, Values]
 
 
 def pop_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Remove the gradients of `model` and return one for every parameter, zeros where there was
-    none."""
+    """Remove the gradients of `model`, and return a gradient for every parameter; zeros for a
+    parameter without a gradient."""
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
         for name, p in model.named_parameters()
@@ -224,8 +227,9 @@ class RankThreads:
         return rank
 
     def run(self, compute: Callable[[int], _T]) -> list[_T]:
-        """Return what `compute` returns for each rank in a thread of its own. Raises the error of
-        the first rank that failed by itself, whose failure ends the waiting of all ranks."""
+        """Return the results of `compute`, called for each rank in a separate thread. Raises the
+        error of the first rank that failed; this failure ends the waiting of all other ranks, whose
+        BrokenBarrierErrors are ignored."""
 
         def compute_as(rank: int) -> _T:
             self._local.rank = rank
@@ -240,6 +244,7 @@ class RankThreads:
         errors = [task.exception() for task in tasks]
         failures = [error for error in errors if error is not None]
         if failures:
+            # False sorts before True.
             raise min(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         return [task.result() for task in tasks]
 
@@ -249,13 +254,13 @@ class RankThreads:
 
     def start(self, target: int, sent: Message, source: int, received: Message) -> Wait:
         """See `bigtrain.models.parallel.ring_attention.Exchange`."""
-        empty = torch.empty(0)
-        parts = [empty] * self.size
-        parts[target] = empty if sent is None else sent
+        parts = [torch.empty(0)] * self.size
+        if sent is not None:
+            parts[target] = sent
         arrived = self._exchange(parts)[source]
         if received is not None:
             received.copy_(arrived)
-        return lambda: None
+        return lambda: None  # there is nothing to wait for
 
     def rows(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """See `bigtrain.models.parallel.collectives.RowExchange`."""
@@ -264,6 +269,7 @@ class RankThreads:
         return torch.cat(parts)
 
     def _exchange(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Send ``parts[rank]`` to every rank; return the parts from every rank."""
         self._sent[self.rank] = parts
         self._barrier.wait()
         received = [sent[self.rank].clone() for sent in self._sent]
@@ -272,8 +278,8 @@ class RankThreads:
 
 
 class RankThreadsOfGroup:
-    """Exchange within groups of the threads of `everyone`. groups: ranks by group, all groups of
-    equal size. All threads exchange at the same time."""
+    """An exchange within groups of the threads of `everyone`. groups: the ranks of each group, all
+    of equal size. All threads exchange at the same time."""
 
     def __init__(self, everyone: RankThreads, groups: Sequence[Sequence[int]]) -> None:
         self._everyone = everyone

@@ -62,20 +62,20 @@ def export_adapter(
     """Write a directory that peft's `PeftModel.from_pretrained` loads on top of `base`.
 
     Parameters: `weights`, trained weights by the run's names; `base`, a directory or hub name,
-    written unchanged; `destination`, without a dtype in float32; all further parameters and errors
-    as in `export_model`. The directory appears once plain
-    peft has loaded it and gives the trained model's logits for `probe`, with the base in memory.
-    Returns notes as `export_model`. One process.
+    recorded unchanged; `destination`, whose missing dtype means float32; all further parameters and
+    errors as in `export_model`. The directory appears only after plain peft has loaded it, with the
+    base in memory, and gives the trained model's logits for `probe`. Returns notes as
+    `export_model`. Called by one process.
     """
     output, dtype = destination.output, destination.dtype or "float32"
-    state = adapter_state(weights, dtype)
-    if not state:
+    adapter_tensors = adapter_state(weights, dtype)
+    if not adapter_tensors:
         raise ModelError(f"{output}: the checkpoint holds no adapters")
     with writing_directory(output, replace=destination.replace) as directory:
         # Adapters with their configuration, the tokenizer, and generation settings.
         directory.mkdir(parents=True)
         _write_config(directory, section, base, hf_config)
-        save_file(state, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file(adapter_tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS)
         write_tokenizer(destination.tokenizer, directory, output)
@@ -86,8 +86,8 @@ def export_adapter(
                 shutil.copyfile(settings_file, directory / GENERATION_CONFIG)
             notes += write_stop_ids(directory, hf_config)
         # Verify the files with plain peft.
-        with torch.no_grad(), _quiet():
-            model = _load(base, hf_config, directory, DTYPES[probe.dtype], section)
+        with torch.no_grad(), _without_future_warnings():
+            model = _load_with_adapters(base, hf_config, directory, DTYPES[probe.dtype], section)
             notes += compare_logits(model, probe, output, dtype)
         if not scores_samples(hf_config):
             # transformers, peft and vLLM read the base's settings, and settings next to adapters
@@ -117,29 +117,32 @@ def probe_beside(
     hf_config: PreTrainedConfig,
     probe: Probe,
 ) -> tuple[Probe, float]:
-    """Return the logits of plain peft with the adapters on the unquantized `base`, although they
-    were trained on the base in 4 bits; and the `relative_difference` from the logits of `probe`.
-    Parameters as in `export_adapter`."""
-    with TemporaryDirectory() as name, _quiet():
+    """Return a probe with the logits of plain peft with the adapters on the unquantized `base`,
+    although the run trained the adapters on a quantized base; and the `relative_difference` from
+    the logits of `probe`. Parameters as in `export_adapter`."""
+    with TemporaryDirectory() as name, _without_future_warnings():
         directory = Path(name)
         _write_config(directory, section, base, hf_config)
         save_file(adapter_state(weights, "float32"), directory / ADAPTER_WEIGHTS)
-        plain = section.model_copy(update={"quantization": "none"})
-        model = _load(base, hf_config, directory, DTYPES[probe.dtype], plain).eval()
+        unquantized = section.model_copy(update={"quantization": "none"})
+        dtype = DTYPES[probe.dtype]
+        model = _load_with_adapters(base, hf_config, directory, dtype, unquantized).eval()
         logits = model(input_ids=probe.input_ids, use_cache=False).logits.float()
     computed = Probe(probe.input_ids, logits, probe.dtype)
     return computed, relative_difference(logits, probe.logits)
 
 
 def adapter_state(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """Return the adapters among a run's `weights`, by their names in peft's files, in memory. They
-    are adapters of the base's own weights: PiSSA's have twice the rank (`matrices_on_base`)."""
+    """Return the adapters among a run's `weights`, by their names in peft's files, in memory.
+    Adapters of PiSSA are converted to adapters of the base's weights, with twice the rank
+    (`matrices_on_base`)."""
     tensors = {}
     for name, tensor in sorted(weights.items()):
         if f".{ADAPTER}." in name:  # a checkpoint holds the base's buffers as well
-            layer, is_matrix, leaf = name.partition(".lora_")
-            if is_matrix and f"{layer}.{INITIAL['lora_A']}" in weights:
-                tensor = matrices_on_base(weights, layer)[f"lora_{leaf[0]}"]
+            layer, lora, matrix = name.partition(".lora_")  # `matrix` begins with A or B
+            is_pissa = bool(lora) and f"{layer}.{INITIAL['lora_A']}" in weights
+            if is_pissa:
+                tensor = matrices_on_base(weights, layer)[f"lora_{matrix[0]}"]
             tensor = tensor.read() if isinstance(tensor, LazyTensor) else tensor.detach()
             tensors[peft_name(name)] = tensor.to(DTYPES[dtype]).contiguous()
     return tensors
@@ -152,8 +155,8 @@ def merged_weights(
     hf_config: PreTrainedConfig,
 ) -> dict[str, torch.Tensor]:
     """Return the base's weights with the trained adapters merged, by Hugging Face name, in float32.
-    With lazy tensors a merged weight is computed when it is read, and nothing is read here. Raises
-    ModelError if an adapter is missing.
+    If `weights` are lazy, a read of a merged weight computes the weight, and this function reads
+    nothing. Raises ModelError if an adapter is missing.
 
     LoRA (Hu et al. 2021, arXiv 2106.09685): ``W + scale * B A``. DoRA (Liu et al. 2024, arXiv
     2402.09353): ``m * V / ||V||`` with V = ``W + scale * B A``, norms over every output's weights.
@@ -168,62 +171,66 @@ def merged_weights(
             raise ModelError(f"the checkpoint holds no adapter {name}") from error
 
     for name in find_targets(model, section).names:
-        for matrix in INITIAL:  # missing matrices are refused here, before the products
+        for matrix in INITIAL:  # raises an error for a missing matrix
             trained(f"{name}.{matrix}.{ADAPTER}.weight")
         matrices = matrices_on_base(weights, name)
         product = (matrices["lora_B"] @ matrices["lora_A"]) * section.scale
-        transposed = isinstance(model.get_submodule(name), Conv1D)
-        if transposed:
+        is_transposed = isinstance(model.get_submodule(name), Conv1D)
+        if is_transposed:
             product = product.T
-        weight = f"{name}.weight"
-        total = base.tensors[weight].to(torch.float32) + product
+        weight_name = f"{name}.weight"
+        weight = base.tensors[weight_name].to(torch.float32) + product
         if section.dora:
-            factor = trained(name + MAGNITUDE) / magnitude(total, transposed=transposed)
-            total = total * (factor if transposed else factor.unsqueeze(1))
-        merged[weight] = total
+            factor = trained(name + MAGNITUDE) / magnitude(weight, transposed=is_transposed)
+            weight = weight * (factor if is_transposed else factor.unsqueeze(1))
+        merged[weight_name] = weight
     # Stacked weights [experts, ...]: peft stores an adapter for every expert in two matrices.
     if find_parameters(model, section).names:
         adapted = empty_model(hf_config)
         with torch.device("meta"):
             add_adapters(adapted, section, lambda _: 0)
-        for weight, (name, layer) in parameter_layers(adapted).items():
-            down = trained(f"{name}.lora_A.{ADAPTER}.weight")  # [experts x rank, in]
-            up = trained(f"{name}.lora_B.{ADAPTER}.weight")  # [out, rank x experts]
-            downs = down.reshape(layer.num_experts, -1, down.shape[-1])
-            ups = up.reshape(up.shape[0], -1, layer.num_experts).permute(2, 0, 1)
-            product = torch.bmm(ups, downs) * section.scale
-            if product.shape[1:] != base.tensors[weight].shape[1:]:
+        for weight_name, (name, layer) in parameter_layers(adapted).items():
+            all_a = trained(f"{name}.lora_A.{ADAPTER}.weight")  # [experts x rank, in]
+            all_b = trained(f"{name}.lora_B.{ADAPTER}.weight")  # [out, rank x experts]
+            stacked_a = all_a.reshape(layer.num_experts, -1, all_a.shape[-1])
+            stacked_b = all_b.reshape(all_b.shape[0], -1, layer.num_experts).permute(2, 0, 1)
+            product = torch.bmm(stacked_b, stacked_a) * section.scale  # [experts, out, in]
+            if product.shape[1:] != base.tensors[weight_name].shape[1:]:
                 product = product.transpose(1, 2)
-            merged[weight] = base.tensors[weight].to(torch.float32) + product
-    # Copies that were trained in full.
-    for name in find_saved(model, section).names:
-        for leaf, _ in model.get_submodule(name).named_parameters():
-            merged[f"{name}.{leaf}"] = trained(f"{name}{COPY}{leaf}")
+            merged[weight_name] = base.tensors[weight_name].to(torch.float32) + product
+    # Copies that were trained in full replace the base's weights.
+    for module_name in find_saved(model, section).names:
+        for name, _ in model.get_submodule(module_name).named_parameters():
+            merged[f"{module_name}.{name}"] = trained(f"{module_name}{COPY}{name}")
     return merged
 
 
 def _write_config(
     directory: Path, section: AdaptersSection, base: str, hf_config: PreTrainedConfig
 ) -> None:
+    """Write peft's configuration file for adapters of `section` on `base` into `directory`."""
     config: Any = file_config(empty_model(hf_config), section)
     config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(directory)
     path = directory / ADAPTER_CONFIG
-    written = json.loads(path.read_text())
-    for key in ("target_modules", "target_parameters", "modules_to_save"):  # peft's are sets
-        if written.get(key):
-            written[key] = sorted(written[key])
-    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    values = json.loads(path.read_text())
+    # peft writes sets, in an order that differs from run to run.
+    for key in ("target_modules", "target_parameters", "modules_to_save"):
+        if values.get(key):
+            values[key] = sorted(values[key])
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _load(
+def _load_with_adapters(
     base: str,
     hf_config: PreTrainedConfig,
     directory: Path,
     dtype: torch.dtype,
     section: AdaptersSection,
 ) -> Any:
+    """Return peft's model of `base`, quantized as in `section`, with the adapters in
+    `directory`."""
     from peft import PeftModel
 
     options: dict[str, Any] = {"config": copy.deepcopy(hf_config), "dtype": dtype}
@@ -236,7 +243,7 @@ def _load(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_future_warnings() -> Iterator[None]:
     """Suppress warnings: peft 0.21 uses deprecated names of transformers 5.23."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -1,5 +1,5 @@
 """Record of a base model's directory except for trained values, since the base may be moved or
-changed. An export writes it back unchanged.
+changed. An export writes the recorded files and tensors back unchanged.
 
 Format of the directory: `files/`, the copied files; `tensors.json`, with `stored` (name: dtype),
 `sources` (parameter: name of the equal stored tensor), `copies` (name: name of the repeated tensor)
@@ -63,9 +63,9 @@ _WRITER_KEYS = {
 
 
 def record_base(source: str, weights: Weights, directory: Path) -> None:
-    """Write the record of the model `source` (directory, address or hub name) into `directory`.
-    `weights`: the weights in `source`. Copies the tensors that the model does not use. A record
-    that exists stays. One process. Raises OSError."""
+    """Write the record of the model `source` (directory, address or hub name) into `directory`,
+    unless `directory` contains a record. `weights`: the weights in `source`. Called by one process.
+    Raises OSError."""
     if (directory / _TENSORS).is_file():
         return
     shutil.rmtree(directory, ignore_errors=True)
@@ -74,7 +74,8 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     omitted: dict[str, str] = {}
     root = Path(local_path(source))
     if not root.is_dir():
-        # A name on the hub; its snapshot in the hub's cache if the hub is unreachable.
+        # `source` is a name on the hub. Where the hub is unreachable, the snapshot in the cache,
+        # of which `weights` read files, may lack some of the small files.
         revision = weights.files[0].parent.name
         try:
             patterns = [f"*{ending}" for ending in _WEIGHTS]
@@ -86,8 +87,8 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             continue
         name = path.relative_to(root).as_posix()
-        reason = _why_omitted(name, path, weights)
-        if reason is None:
+        reason = _omission_reason(name, path, weights)
+        if reason is None:  # not omitted
             target = directory / _FILES / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
@@ -97,20 +98,21 @@ def record_base(source: str, weights: Weights, directory: Path) -> None:
     unused = {name: tensor.read() for name, tensor in weights.unused().items()}
     if unused:
         save_file(unused, directory / _UNUSED, metadata={"format": "pt"})
-    sources = {name: leaves[0] for name, leaves in weights.sources().items() if len(leaves) == 1}
+    # A parameter made of several stored tensors has no single name in the base.
+    sources = {name: names[0] for name, names in weights.sources().items() if len(names) == 1}
     tree = {
         "stored": {n: str(t.dtype).removeprefix("torch.") for n, t in weights.stored.items()},
         "sources": sources,
         "copies": dict(weights.copies),
         "omitted": omitted,
     }
-    # Written last: a directory without this file is not a record.
+    # This file is written last, since a directory without the file is not a record.
     (directory / _TENSORS).write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
-def _why_omitted(name: str, path: Path, weights: Weights) -> str | None:
-    """Return why a file of a base is not copied: empty for a reason that is not reported, None if
-    it is copied."""
+def _omission_reason(name: str, path: Path, weights: Weights) -> str | None:
+    """Return why file `name` of a base is not copied: empty for a reason that is not reported, None
+    if the file is copied."""
     parts = name.split("/")
     if any(part.startswith(".") and part != ".gitattributes" for part in parts):
         return ""  # files of version control or a cache
@@ -164,8 +166,10 @@ class BaseRecord:
     @property
     def lowest_precision(self) -> str:
         """Name of the coarsest floating-point dtype that the base's tensors are stored in."""
-        stored = set(self._tree["stored"].values())
-        return next((d for d in ("bfloat16", "float16") if d in stored), "float32")
+        stored_dtypes = set(self._tree["stored"].values())
+        return next(
+            (dtype for dtype in ("bfloat16", "float16") if dtype in stored_dtypes), "float32"
+        )
 
     def like_base(
         self,
@@ -178,31 +182,34 @@ class BaseRecord:
         """Return `stored` tensors under the names of the base's files, with the base's copies and
         unused tensors, and notes on names that only the base or only the export has.
 
-        `parameters`: the tensors by the model's names, before any conversion. `keep_dtypes`:
-        convert tensors to their dtypes in the base; otherwise only parameters named `frozen`.
+        `stored`: tensors by the names that transformers stores. `parameters`: the same tensors by
+        the model's names. `keep_dtypes`: convert tensors to their dtypes in the base; otherwise
+        convert only parameters named in `frozen`.
         """
         # Give the tensors the names and, where asked, the dtypes of the base's files.
         sources: dict[str, str] = self._tree["sources"]
-        names = {id(tensor): sources[n] for n, tensor in parameters.items() if n in sources}
-        frozen = {sources.get(name, name) for name in frozen}
+        names_by_id = {id(tensor): sources[n] for n, tensor in parameters.items() if n in sources}
+        frozen_names = {sources.get(name, name) for name in frozen}
         result: dict[str, torch.Tensor] = {}
-        new, rounded = [], []
+        new_names, rounded_names = [], []
         for name, tensor in stored.items():
-            base_name = names.get(id(tensor), name) if name not in self._tree["stored"] else name
+            base_name = name
+            if name not in self._tree["stored"]:
+                base_name = names_by_id.get(id(tensor), name)
             dtype = self.dtypes.get(base_name)
             if dtype is None:
-                new.append(base_name)
-            elif (keep_dtypes or base_name in frozen) and tensor.is_floating_point():
+                new_names.append(base_name)
+            elif (keep_dtypes or base_name in frozen_names) and tensor.is_floating_point():
                 if dtype == torch.float64:
-                    rounded.append(base_name)
+                    rounded_names.append(base_name)
                 tensor = tensor.to(dtype)
             result[base_name] = tensor
         # The base may contain a tensor under two names, and tensors that the model does not use.
-        for name, origin in self._tree["copies"].items():
-            if origin in result and name not in result:
-                result[name] = result[origin]
-            elif name in result and origin not in result:
-                result[origin] = result[name]
+        for copy_name, original_name in self._tree["copies"].items():
+            if original_name in result:
+                result.setdefault(copy_name, result[original_name])
+            elif copy_name in result:
+                result[original_name] = result[copy_name]
         unused = self.unused()
         result |= unused
         # Note what differs from the base.
@@ -212,31 +219,32 @@ class BaseRecord:
                 f"tensors that transformers does not load are copied from the base, not trained: "
                 f"{shortened(unused)}"
             )
-        if rounded:
+        if rounded_names:
             notes.append(
                 f"tensors of float64 hold numbers of float32, in which they were trained: "
-                f"{shortened(rounded)}"
+                f"{shortened(rounded_names)}"
             )
-        if new:
-            notes.append(f"tensors that the base does not have: {shortened(new)}")
-        if absent := self._tree["stored"].keys() - result.keys():
-            notes.append(f"tensors of the base that have no counterpart: {shortened(absent)}")
+        if new_names:
+            notes.append(f"tensors that the base does not have: {shortened(new_names)}")
+        if missing := self._tree["stored"].keys() - result.keys():
+            notes.append(f"tensors of the base that have no counterpart: {shortened(missing)}")
         return result, notes
 
     def unused(self) -> dict[str, LazyTensor]:
-        """Return the base's tensors that transformers does not load, unread."""
+        """Return the base's tensors that transformers does not load, as lazy tensors by name."""
         path = self.directory / _UNUSED
         return stored_tensors(path) if path.is_file() else {}
 
     def write_files(
         self, output: Path, hf_config: PreTrainedConfig, dtype: str | None
     ) -> list[str]:
-        """Write the copied files of the base into an export's directory, with the configuration
-        changed where the trained model's configuration (`hf_config`) differs. Return a note for
-        every change. `dtype`: dtype of all tensors, None for the base's dtypes. Raises OSError."""
+        """Write the copied files of the base into the directory `output` of an export; the
+        configuration is changed where the trained model's configuration (`hf_config`) differs.
+        Return a note for every change. `dtype`: dtype of all tensors; None for the base's dtypes.
+        Raises OSError."""
         notes = [f"{name}: not copied: {reason}" for name, reason in self._tree["omitted"].items()]
         if not (self.files / GENERATION_CONFIG).is_file():
-            (output / GENERATION_CONFIG).unlink(missing_ok=True)  # which `save_pretrained` makes
+            (output / GENERATION_CONFIG).unlink(missing_ok=True)  # made by `save_pretrained`
         for path in sorted(path for path in self.files.rglob("*") if path.is_file()):
             name = path.relative_to(self.files).as_posix()
             target = output / (_BASE_CARD if name == _CARD else name)
@@ -247,8 +255,8 @@ class BaseRecord:
         # The configuration, changed where the trained model's configuration differs.
         config_path = output / CONFIG_NAME
         raw = json.loads(config_path.read_text(encoding="utf-8"))
-        before = AutoConfig.from_pretrained(self.files, trust_remote_code=False)
-        changes = _apply_changes(raw, _plain(before), _plain(hf_config), "")
+        base_config = AutoConfig.from_pretrained(self.files, trust_remote_code=False)
+        changes = _apply_changes(raw, _json_values(base_config), _json_values(hf_config), "")
         if scores_samples(hf_config) and raw.get("architectures") != hf_config.architectures:
             changes.append(f"architectures = {hf_config.architectures}")
             raw["architectures"] = hf_config.architectures
@@ -272,7 +280,8 @@ class BaseRecord:
         return notes
 
 
-def _plain(config: PreTrainedConfig) -> dict[str, Any]:
+def _json_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the keys and values of `config` as a JSON file would have them."""
     values: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return values
 
@@ -280,22 +289,21 @@ def _plain(config: PreTrainedConfig) -> dict[str, Any]:
 def _apply_changes(
     raw: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
 ) -> list[str]:
-    """Set the keys in `raw` that differ between two configurations; return a note for every
-    key."""
+    """Set the keys in `raw`, the JSON of a configuration, that differ between configurations
+    `before` and `after`; return a note for every key. `prefix`: of the keys in notes."""
     notes = []
     for key, value in after.items():
         value_before = before.get(key)
         if value == value_before or key in _WRITER_KEYS:
             continue
         if isinstance(value, dict) and isinstance(value_before, dict) and "model_type" in value:
-            nested = raw.get(key) if isinstance(raw.get(key), dict) else dict(value_before)
-            assert isinstance(nested, dict)
-            raw[key] = nested
-            notes += _apply_changes(nested, value_before, value, f"{prefix}{key}.")
+            if not isinstance(raw.get(key), dict):
+                raw[key] = dict(value_before)
+            notes += _apply_changes(raw[key], value_before, value, f"{prefix}{key}.")
             continue
-        if key == ROPE:  # both forms must agree; `add_legacy_keys` writes the older one again
-            for legacy in LEGACY_ROPE_KEYS:
-                raw.pop(legacy, None)
+        if key == ROPE:  # legacy keys must agree with it; `add_legacy_keys` writes new ones
+            for legacy_key in LEGACY_ROPE_KEYS:
+                raw.pop(legacy_key, None)
         raw[key] = value
         notes.append(f"{prefix}{key} = {json.dumps(value)} (base: {json.dumps(value_before)})")
     return notes
@@ -303,7 +311,7 @@ def _apply_changes(
 
 def _set_nested_dtypes(values: dict[str, Any], dtype: str, prefix: str) -> list[str]:
     """Set the dtypes in configurations nested in the JSON `values`; return a note for every
-    change."""
+    change. `prefix`: of the keys in notes."""
     notes = []
     for name, nested in values.items():
         if not isinstance(nested, dict) or "model_type" not in nested:
@@ -317,27 +325,28 @@ def _set_nested_dtypes(values: dict[str, Any], dtype: str, prefix: str) -> list[
 
 
 def _drop_code_references(path: Path, output: Path) -> list[str]:
-    """Remove `auto_map` entries of a JSON file whose code is not in the directory `output`."""
+    """Remove the `auto_map` entries of JSON file `path` whose code is not in the directory
+    `output`; return a note if there are any."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return []
     if not isinstance(values, dict) or not isinstance(values.get("auto_map"), dict):
         return []
-    absent = set()
+    missing = set()
     for name, reference in values["auto_map"].items():
         classes = reference if isinstance(reference, list) else [reference]
         # "REPOSITORY--FILE.CLASS" is code of another repository.
-        files = [str(c).split(".")[0] for c in classes if c and "--" not in str(c)]
-        if not all((output / f"{file}.py").is_file() for file in files):
-            absent.add(name)
-    if not absent:
+        modules = [str(c).split(".")[0] for c in classes if c and "--" not in str(c)]
+        if not all((output / f"{module}.py").is_file() for module in modules):
+            missing.add(name)
+    if not missing:
         return []
-    values["auto_map"] = {n: c for n, c in values["auto_map"].items() if n not in absent}
+    values["auto_map"] = {n: c for n, c in values["auto_map"].items() if n not in missing}
     if not values["auto_map"]:
         del values["auto_map"]
     write_json(path, values)
-    return [f"{path.name}: auto_map without its code removed: {', '.join(sorted(absent))}"]
+    return [f"{path.name}: auto_map without its code removed: {', '.join(sorted(missing))}"]
 
 
 def shortened(names: Iterable[str]) -> str:

@@ -1,9 +1,10 @@
-"""Writing a Hugging Face directory, and verifying that it is the trained model."""
+"""Writing a Hugging Face directory, and verifying that the directory is the trained model."""
 
 from __future__ import annotations
 
 import copy
 import glob
+import math
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,8 +44,8 @@ from bigtrain.settings.run_config import ModelSection
 from bigtrain.system.files import cannot_be_written
 
 CARD = "README.md"
-# Relative root-mean-square difference of logits that another kernel, thread count or device makes:
-# about 1e-6 was seen in float32 and 5e-3 in bfloat16; a wrong or misplaced weight makes about 1.
+# Largest accepted relative root-mean-square difference of logits. Another kernel, thread count or
+# device makes about 1e-6 in float32 and 5e-3 in bfloat16, a wrong or misplaced weight about 1.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 
 _GPU = "cuda"
@@ -63,11 +64,11 @@ class Probe:
 
     @staticmethod
     def make_input(vocabulary_size: int, max_tokens: int, samples: int = 1) -> torch.Tensor:
-        """Return token ids [samples, up to 32] to probe a model with, a function of the
+        """Return token ids [samples, up to 32] to probe a model with: equal ids for equal
         arguments."""
         generator = torch.Generator().manual_seed(0)
-        size = (samples, min(32, max_tokens))
-        return torch.randint(0, vocabulary_size, size, generator=generator)
+        shape = (samples, min(32, max_tokens))
+        return torch.randint(0, vocabulary_size, shape, generator=generator)
 
     def save(self, path: Path) -> None:
         """Write to a safetensors file."""
@@ -83,11 +84,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class Destination:
-    """Directory that an export writes, and how. tokenizer: directory that is copied; dtype: name of
-    the dtype that weights are stored in (None: a tensor's dtype in the base); generation_config: a
-    file to copy if it exists (otherwise transformers makes one), with the tokens that end the
-    training texts and answers; card: the text of README.md; replace: an existing directory;
-    max_shard_size: of a weight file, such as 5GB."""
+    """Directory that an export writes, and how. output: the directory. tokenizer: directory with a
+    tokenizer to copy. dtype: name of the dtype of stored weights; None for a tensor's dtype in the
+    base. generation_config: file to copy, with the tokens that end the training texts and answers;
+    transformers makes the file if this one does not exist. card: text of README.md. replace:
+    whether an existing directory is replaced. max_shard_size: of a weight file, such as 5GB."""
 
     output: Path
     tokenizer: Path
@@ -100,17 +101,17 @@ class Destination:
 
 def why_not_reloaded(hf_config: PreTrainedConfig) -> str | None:
     """Return why transformers cannot read an export of the architecture without a base's files, for
-    example because a class other than the language model's has its configuration; None if it can be
-    read, or if the model cannot be built at all, which the run's plan reports."""
+    example because another class than the language model reads the configuration; None if
+    transformers can, or if the model cannot be built at all, which the run's plan reports."""
     try:
-        exported = empty_model(hf_config).config
-    except Exception:  # of any architecture's code
+        config = empty_model(hf_config).config
+    except Exception:  # any error of an architecture's code
         return None
     with TemporaryDirectory() as directory:
-        exported.save_pretrained(directory)
+        config.save_pretrained(directory)
         try:
             empty_model(AutoConfig.from_pretrained(directory, trust_remote_code=False))
-        except Exception as error:  # of transformers, and of any architecture's code
+        except Exception as error:  # any error of transformers or of an architecture's code
             return one_line(error)
     return None
 
@@ -128,15 +129,15 @@ def export_model(
     """Write `weights` as a Hugging Face directory whose logits for `probe` are the trained model's.
 
     Parameters: `weights`, full tensors by Hugging Face name, tied weights once; `base`, the record
-    of the model that the weights were trained from, which the directory equals except for trained
-    values; `as_stored`, names of weights that are not cast to the destination's dtype, but stay as
-    in the base; `base_notes`, the first notes.
-    Returns a note for everything that was changed or added, which the card lists as well.
-    One process. Holds the `LazyTensor`s of a single file at a time, and of a single layer when
-    verifying. The directory appears under its name only after it has been reloaded into
-    transformers' model (by transformers, or if it has several weight files one layer at a time) and
-    its logits agree. Raises ModelError otherwise, or if it exists and may not be replaced;
-    OutputError if it cannot be written. A replaced directory stays until then.
+    of the model from which the weights were trained: the directory equals the base except for
+    trained values; `as_stored`, names of weights that keep their dtype in the base instead of the
+    destination's; `base_notes`, notes that come first in the result.
+    Returns a note for everything that was changed or added; the card lists the notes.
+    Called by one process. Holds the `LazyTensor`s of a single file at a time, and of a single layer
+    when verifying. The files are reloaded into transformers' model (by transformers, or a layer at
+    a time if there are several weight files). Only if the logits agree, the directory appears under
+    its name, and replaces an older directory. Raises ModelError if the logits differ, or if the
+    directory exists and may not be replaced; OutputError if it cannot be written.
     """
     output, dtype, card = destination.output, destination.dtype, destination.card
     with writing_directory(output, replace=destination.replace) as temporary:
@@ -162,12 +163,13 @@ def export_model(
             notes += rewrite_config(temporary / CONFIG_NAME)
         else:
             notes += base.write_files(temporary, hf_config, dtype)
-        files = None if base is None else base.files
-        notes += write_tokenizer(destination.tokenizer, temporary, output, files)
+        base_files = None if base is None else base.files
+        notes += write_tokenizer(destination.tokenizer, temporary, output, base_files)
         if not scores_samples(hf_config):
             notes += write_stop_ids(temporary, hf_config)
-        stored_dtype = probe.dtype if base is None else base.lowest_precision
-        coarsest = stored_dtype if dtype is None else dtype
+        coarsest_dtype = dtype
+        if coarsest_dtype is None:
+            coarsest_dtype = probe.dtype if base is None else base.lowest_precision
         # Reload the model, a layer at a time if it has several files, and compare the logits.
         if is_sharded:
             section = ModelSection(path=str(temporary))
@@ -180,8 +182,8 @@ def export_model(
             model_class = auto_class(reloaded_config)
             model = model_class.from_pretrained(temporary, dtype=DTYPES[probe.dtype])
             fit_experts(model)  # grouped products do not take every width
-        notes += compare_logits(model, probe, output, coarsest, on_gpu=not is_sharded)
-        del model  # the weights are read again
+        notes += compare_logits(model, probe, output, coarsest_dtype, on_gpu=not is_sharded)
+        del model  # frees memory: the next check reads weights again
         _verify_unprobed(temporary, weights, hf_config, probe, output)
         # The model card lists what the export changed.
         if card and base is not None:
@@ -196,10 +198,10 @@ def export_model(
 
 @contextmanager
 def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `output`, with checksums, when the block ends; after
-    an error it is removed. `replace`: replace an existing `output`, which no other process writes,
-    and remove the temporary directories of killed exports. Raises ModelError if `output` exists and
-    may not be replaced, OutputError if it cannot be written."""
+    """Yield a temporary directory that becomes `output`, with checksums, when the block ends; an
+    error in the block removes the directory. `replace`: replace an existing `output`, which no
+    other process writes, and remove temporary directories of killed exports. Raises ModelError if
+    `output` exists and may not be replaced, OutputError if it cannot be written."""
     if output.exists() and not replace:
         raise ModelError(f"{output}: exists already; choose another --output or remove it")
     if replace:
@@ -213,7 +215,7 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
             yield temporary
         write_checksums(temporary)
         if replace and os.path.lexists(output):
-            output.rename(replaced)  # at once, while removing it takes long
+            output.rename(replaced)  # atomic, while removing the directory takes long
         temporary.rename(output)
     except (OSError, SafetensorError) as error:
         remedy = (
@@ -221,7 +223,7 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
         )
         raise OutputError(cannot_be_written(output, error, remedy)) from error
     finally:
-        if replaced.exists() and not output.exists():
+        if replaced.exists() and not output.exists():  # the second rename failed
             replaced.rename(output)
         for directory in (temporary, replaced):
             shutil.rmtree(directory, ignore_errors=True)
@@ -231,8 +233,8 @@ def writing_directory(output: Path, *, replace: bool) -> Iterator[Path]:
 def probe_of(
     weights: Mapping[str, torch.Tensor], hf_config: PreTrainedConfig, probe: Probe
 ) -> Probe:
-    """Return the logits of a model with `weights` for the input and in the dtype of `probe`. The
-    model is in memory."""
+    """Return a probe with the input and dtype of `probe`, and the logits of a model with `weights`.
+    Holds the complete model in memory."""
     model = auto_class(hf_config).from_config(copy.deepcopy(hf_config), dtype=DTYPES[probe.dtype])
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, tensor in weights.items():
@@ -252,17 +254,18 @@ def _verify_unprobed(
     probe: Probe,
     output: Path,
 ) -> None:
-    """Compare `weights` on which the logits of `probe` do not depend with the weights in
+    """Compare the `weights` that do not influence the logits of `probe` with the weights in
     `directory`: layers for multi-token prediction, which transformers' causal LM does not load, and
-    layers that only longer samples reach, or none of text. Raises ModelError."""
+    layers that only longer samples, or no samples of text, reach. Raises ModelError for a weight
+    that differs. `output`: the directory's name in the error."""
     num_tokens = probe.input_ids.shape[1]
     reach = find_gradient_reach(hf_config, num_tokens)
     unprobed = weights.keys() if reach.absent is None else reach.absent
     names = [name for name in weights if name in unprobed or name.startswith(f"{MTP}.")]
     stored_tensors = find_weights(str(directory), hf_config).tensors if names else {}
     for name in names:
-        tensor = weights[name]
-        trained = tensor.read() if isinstance(tensor, LazyTensor) else tensor
+        weight = weights[name]
+        trained = weight.read() if isinstance(weight, LazyTensor) else weight
         stored = stored_tensors[name].read()
         if not torch.equal(trained.to(stored.dtype), stored):
             raise ModelError(f"{output}: not written: reloaded, {name} differs")
@@ -272,18 +275,19 @@ def _verify_unprobed(
 def compare_logits(
     model: Any, probe: Probe, output: Path, dtype: str, *, on_gpu: bool = True
 ) -> list[str]:
-    """Compare the logits of `model`, reloaded from files of `dtype`, with the probe's logits on the
-    CPU, and if they differ and `on_gpu` is set on an available GPU. Return a note if they agree
-    only on the GPU: sparse attention chooses among equal scores, which devices order differently.
-    Raises ModelError if they do not agree. `output`: the directory's name in the error."""
+    """Compare the logits of `model`, reloaded from files of `dtype`, with the probe's logits: on
+    the CPU, and if the logits differ and `on_gpu` is set, on an available GPU. Return a note if the
+    logits agree only on the GPU: sparse attention chooses among equal scores, which devices order
+    differently. Raises ModelError if the logits do not agree. `output`: the directory's name in the
+    error."""
     model.eval()
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[probe.dtype])
-    difference = _difference(model, probe, "cpu")
+    difference = _logits_difference(model, probe, "cpu")
     if difference <= tolerance:
         return []
     if on_gpu and torch.cuda.is_available():
         try:
-            gpu_difference = _difference(model.to(_GPU), probe, _GPU)
+            gpu_difference = _logits_difference(model.to(_GPU), probe, _GPU)
         except torch.OutOfMemoryError:  # the GPU also holds the run's model
             gpu_difference = float("inf")
         if gpu_difference <= tolerance:
@@ -297,18 +301,20 @@ def compare_logits(
     )
 
 
-def _difference(model: Any, probe: Probe, device: str) -> float:
+def _logits_difference(model: Any, probe: Probe, device: str) -> float:
+    """Return the relative difference of the logits of `model` on `device` from the probe's."""
     ids = probe.input_ids.to(device)
     logits = model(input_ids=ids, use_cache=False).logits.float()
     return relative_difference(logits.cpu(), probe.logits)
 
 
 def relative_difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return ``rms(logits - reference) / rms(reference - mean(reference))``; for scores, which may
-    be all alike, with 0 instead of the mean; infinity for NaN or a shape mismatch."""
+    """Return ``rms(logits - reference) / rms(reference - mean(reference))``. For scores [samples,
+    labels], which may be all alike, 0 replaces the mean. Returns infinity for NaN or a shape
+    mismatch."""
     if logits.shape != reference.shape:
         return float("inf")
     mean = 0.0 if reference.ndim == 2 else reference.mean()
     spread = (reference - mean).square().mean().sqrt()
     difference = float((logits - reference).square().mean().sqrt() / spread.clamp(min=1e-30))
-    return difference if difference == difference else float("inf")
+    return float("inf") if math.isnan(difference) else difference

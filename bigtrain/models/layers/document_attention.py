@@ -1,8 +1,9 @@
 """Attention for each document of a sample separately: equal to attention with a block-diagonal
 causal mask, without the mask's sequence squared elements.
 
-It uses transformers' extension points: `AttentionMaskInterface` may return any object as mask, here
-a list of lengths, and layers pass it on to `AttentionInterface`, also when they are recomputed.
+transformers' extension points make this possible: `AttentionMaskInterface` may return any object as
+mask, here the documents' lengths, and layers pass the object on to `AttentionInterface`, also when
+they are recomputed.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from bigtrain.models.layers.document_masks import (
 from bigtrain.models.transformers_patches import attention_name
 
 IMPLEMENTATIONS = {name: f"bigtrain_documents_{name}" for name in ("sdpa", "eager")}
+"""Names of attention by document, by the name of the attention that computes a document."""
 
-_SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
+_CURRENT_SIZES: ContextVar[tuple[int, ...] | None] = ContextVar("sizes", default=None)
 
 
 @dataclass(frozen=True)
 class DocumentBoundaries:
-    """Document boundaries that layers get instead of a mask. sizes: tokens of the documents of a
-    micro-batch, sample after sample. window: number of tokens that a token sees, itself among them;
-    None: all earlier tokens of the document."""
+    """Document boundaries that layers get instead of a mask. sizes: number of tokens of each
+    document of a micro-batch, sample after sample. window: number of tokens that a token sees,
+    itself included; None: all earlier tokens of the document."""
 
     sizes: tuple[int, ...]
     window: int | None
@@ -47,55 +49,60 @@ class DocumentBoundaries:
 
 @dataclass(frozen=True)
 class RefusedMask:
-    """A mask that layers get and no attention may use: decoders of BART's family make a mask for
-    attention to an encoder, which a causal LM does not have. refusal: text of a ModelError."""
+    """Stands for a mask that no attention may use: decoders of BART's family make such a mask for
+    attention to an encoder, which a causal LM does not have. refusal: text of the ModelError that
+    attention with this mask raises."""
 
     refusal: str
 
     @staticmethod
     def is_asked_for(options: Mapping[str, Any]) -> bool:
-        """Return whether arguments of transformers' mask interface ask for a mask of all tokens."""
-        return "allow_is_bidirectional_skip" in options  # `create_bidirectional_mask`
+        """Return whether arguments of transformers' mask interface ask for a mask by which a token
+        sees all tokens: only `create_bidirectional_mask` passes this argument."""
+        return "allow_is_bidirectional_skip" in options
 
 
 @contextmanager
 def per_document_attention(position_ids: torch.Tensor) -> Iterator[None]:
-    """Inside, models with this attention get the documents of `position_ids` instead of masks. [B,
-    T] on the host, of full samples."""
-    token = _SIZES.set(tuple(edges_of_documents(position_ids).diff().tolist()))
+    """Inside, models with this attention get the documents of `position_ids` instead of masks.
+    position_ids: [B, T] on the host, of full samples."""
+    token = _CURRENT_SIZES.set(tuple(edges_of_documents(position_ids).diff().tolist()))
     try:
         yield
     finally:
-        _SIZES.reset(token)
+        _CURRENT_SIZES.reset(token)
 
 
 def attend_by_document(model: PreTrainedModel) -> Callable[[], None]:
     """Make `model`, whose attention is sdpa or eager, attend by document; returns an undo function.
 
-    Outside of `per_document_attention` it attends as before. A forward pass inside raises
-    ModelError if the model asks for a mask that is not causal (with or without a sliding window).
+    Outside of `per_document_attention`, the model attends to full samples. A forward pass inside
+    raises ModelError if the model asks for a mask that is not causal (with or without a sliding
+    window).
     """
-    before = attention_name(model)
-    name = IMPLEMENTATIONS[before]
+    original = attention_name(model)
+    name = IMPLEMENTATIONS[original]
     # A compiled layer is divided here: a graph would be compiled again for other documents.
     attend = torch.compiler.disable(
-        partial(_attend, implementation=before), reason="documents have other lengths"
+        partial(_attend, implementation=original), reason="documents have other lengths"
     )
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, partial(_mask, before))
+    AttentionMaskInterface.register(name, partial(_make_mask, original))
     model.set_attn_implementation(name)
-    return lambda: model.set_attn_implementation(before)
+    return lambda: model.set_attn_implementation(original)
 
 
-def _mask(name: str, **arguments: Any) -> Any:
-    """transformers' mask interface."""
-    sizes = _SIZES.get()
+def _make_mask(name: str, **arguments: Any) -> Any:
+    """Follow transformers' mask interface: return the documents' boundaries, or outside of
+    `per_document_attention` the mask of attention `name`."""
+    sizes = _CURRENT_SIZES.get()
     if sizes is None:
         build: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[name]
         return build(**arguments)
-    # Some models make a mask of padding that they are not given; reading it waits for the device.
-    mask = arguments.get("attention_mask")
-    if mask is not None and bool(mask.all()):
+    # Some models pass a padding mask of ones that the caller did not give; `all` waits for the
+    # device.
+    padding_mask = arguments.get("attention_mask")
+    if padding_mask is not None and bool(padding_mask.all()):
         arguments["attention_mask"] = None
     refusal = (
         "documents of a sample cannot be kept apart: {} -> set data.document_boundaries=ignore"
@@ -118,28 +125,30 @@ def require_causal_window(
     """Return the sliding window, if any, of the mask that a model asks for with the arguments of
     transformers' mask interface. Raises ModelError if the mask is not causal: `refusal` with the
     reason."""
-    is_plain = options.get("allow_is_causal_skip", True) and attention_mask is None
-    is_plain = is_plain and q_length == kv_length
-    # Evaluated on the CPU: only the functions excluded here hold tensors of the device.
-    is_plain = is_plain and getattr(options.get("config"), "attention_chunk_size", None) is None
+    is_unpadded = attention_mask is None and q_length == kv_length
+    # `mask_function` runs on the CPU. Functions that hold tensors of the device are excluded: these
+    # models say that the mask is no plain causal mask, or attend in chunks.
+    is_plain = options.get("allow_is_causal_skip", True)
+    has_chunks = getattr(options.get("config"), "attention_chunk_size", None) is not None
     is_band = False
-    if is_plain and mask_function is not None:
-        # A token must see itself and window - 1 tokens before. Tested in the rows at which the
-        # window starts to move, in the middle, and at the end.
+    if is_unpadded and is_plain and not has_chunks and mask_function is not None:
+        # A token must see itself and window - 1 tokens before. The test covers the rows at which
+        # the window starts to move, in the middle, and at the end.
         width = q_length if local_size is None else local_size
         rows = {0, 1, width - 1, width, width + 1, 2 * width, q_length // 2, q_length - 1}
         query = torch.tensor(sorted(row for row in rows if 0 <= row < q_length))[:, None]
         key = torch.arange(q_length)
         zero = torch.zeros((), dtype=torch.int64)
         visible = mask_function(zero, zero, query, key).expand(len(query), q_length)
-        is_band = torch.equal(visible, _band(query, key, width))
+        is_band = torch.equal(visible, _causal_band(query, key, width))
     if not is_band:
         raise ModelError(refusal.format("the model asks for other masks than causal ones"))
     return local_size
 
 
-def _band(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
-    """Return whether queries see keys, [..., keys], by their positions."""
+def _causal_band(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
+    """Return whether a query sees a key, [queries, keys], for positions `query` [queries, 1] and
+    `key` [keys]: itself and the ``window - 1`` positions before."""
     return (key <= query) & (key > query - window)
 
 
@@ -153,72 +162,73 @@ def _attend(
     implementation: str,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: `query` [B, H, T, D], the result [B, T, H, D]."""
-    base = attention_of(implementation, module)
+    """Follow transformers' attention interface: `query` is [B, H, T, D], the result [B, T, H,
+    D]."""
+    attend_to_document = attention_of(implementation, module)
     if isinstance(attention_mask, RefusedMask):
         raise ModelError(attention_mask.refusal)
     if not isinstance(attention_mask, DocumentBoundaries):
-        return base(module, query, key, value, attention_mask, **kwargs)[0], None
+        return attend_to_document(module, query, key, value, attention_mask, **kwargs)[0], None
     if kwargs.get("is_causal") is False or kwargs.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__} attends to more than the tokens before")
-    samples, _, tokens, _ = query.shape
+    num_samples, _, num_tokens, _ = query.shape
     # All documents are split at once, so that the backward pass writes each gradient once.
-    rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * T, H, D]
     sizes = list(attention_mask.sizes)
+    window = attention_mask.window or num_tokens
     outputs = []
     for document in zip(*(x.split(sizes) for x in rows), strict=True):
-        parts = [x.transpose(0, 1)[None] for x in document]
-        for q, k, v, mask in _blocks(parts, attention_mask.window or tokens, implementation):
-            outputs.append(base(module, q, k, v, mask, **kwargs)[0][0])
-    return torch.cat(outputs).unflatten(0, (samples, tokens)), None
+        states = [x.transpose(0, 1)[None] for x in document]  # [1, H, L, D]
+        for q, k, v, mask in _window_blocks(states, window, implementation):
+            block_output, *_ = attend_to_document(module, q, k, v, mask, **kwargs)
+            outputs.append(block_output[0])
+    return torch.cat(outputs).unflatten(0, (num_samples, num_tokens)), None
 
 
-def _blocks(
+def _window_blocks(
     document: Sequence[torch.Tensor], window: int, name: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Yield queries, keys, values [1, H, L, D] and mask of the blocks of `document`, at most a
-    window long."""
+    """Yield queries, keys, values [1, H, L, D] and mask for attention `name` of each block of
+    `document` (its queries, keys and values). The queries of a block are at most `window`."""
     query, key, value = document
     length = query.shape[2]
     if length <= window and name == "sdpa":
-        yield query, key, value, None  # causal
+        yield query, key, value, None  # sdpa without a mask is causal
         return
     positions = torch.arange(length, device=query.device)
     for start in range(0, length, window):
         rows = slice(start, min(start + window, length))
         columns = slice(max(0, start - window + 1), rows.stop)
-        mask = _band(positions[rows, None], positions[columns], window)
-        if name == "eager":
-            lowest = torch.finfo(query.dtype).min
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
-                ~mask, lowest
-            )
+        mask = _causal_band(positions[rows, None], positions[columns], window)
+        if name == "eager":  # adds the mask to the scores
+            zeros = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device)
+            mask = zeros.masked_fill(~mask, torch.finfo(query.dtype).min)
         yield query[:, :, rows], key[:, :, columns], value[:, :, columns], mask[None, None]
 
 
 def attention_of(name: str, module: Any) -> Callable[..., Any]:
-    """Return attention `name`; eager attention is a function in the architecture's file. `module`
-    may wrap another module, its `attention_module`."""
+    """Return the function of attention `name` for `module`, which may wrap the attention module
+    (`attention_module`). Eager attention is a function in the architecture's file."""
     if name != "eager":
         return ALL_ATTENTION_FUNCTIONS[name]  # type: ignore[no-any-return]
-    owner = getattr(module, "attention_module", module)
-    source = __import__(type(owner).__module__, fromlist=["eager_attention_forward"])
+    attention_module = getattr(module, "attention_module", module)
+    source = __import__(type(attention_module).__module__, fromlist=["eager_attention_forward"])
     return source.eager_attention_forward  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """Method by which a model isolates documents. none: not at all. masks: transformers computes
-    masks from positions. documents: attention runs for each document separately, without a mask
-    (`bigtrain.models.layers.document_attention`). lengths: flash attention's arguments.
+    """How a model isolates the documents of a sample.
 
-    restarts: whether recurrent layers and convolutions start afresh at each document, and compute
-    long documents in segments (`bigtrain.models.layers.recurrence`). positions: whether positions
-    that the model counts itself begin at each document
-    (`bigtrain.models.layers.position_embeddings`). modules: classes of modules that mix tokens in
-    another way, and are called for each document. overlays: whether documents are added to masks,
-    for a model that makes masks without positions. numbering: of the positions that the model is
-    given, also for parts of samples that are not isolated.
+    method: "none": attention is not isolated. "masks": transformers computes masks from positions.
+    "documents": attention runs for each document separately, without a mask. "lengths": flash
+    attention gets the documents' lengths. restarts: whether recurrent layers and convolutions start
+    afresh at each document, and compute long documents in segments
+    (`bigtrain.models.layers.recurrence`). positions: whether positions that the model counts itself
+    begin at each document (`bigtrain.models.layers.position_embeddings`). modules: classes of
+    modules that mix tokens in another way, and are called for each document. overlays: whether the
+    masks of a model that computes masks without positions get the documents. numbering: of the
+    positions that the model is given, also for parts of samples that are not isolated.
     """
 
     method: Literal["none", "masks", "documents", "lengths"]
@@ -231,14 +241,14 @@ class Isolation:
     @property
     def reason(self) -> str:
         """A human-readable line; empty without isolation."""
-        how = {
+        descriptions = {
             "masks": "by masks that the model makes from positions",
             "documents": "attention runs for each separately, without masks",
             "lengths": "by the lengths that flash attention takes",
         }
-        if self.method not in how:
+        if self.method not in descriptions:
             return "scans of recurrent layers run in segments" if self.restarts else ""
-        parts = ["by masks" if self.overlays else how[self.method]]
+        parts = ["by masks" if self.overlays else descriptions[self.method]]
         if self.restarts:
             parts.append("states and convolutions of recurrent layers start afresh at each")
         if self.positions:
@@ -250,7 +260,7 @@ class Isolation:
         return f"documents of a sample are kept apart: {'; '.join(parts)}"
 
     def install(self, model: PreTrainedModel) -> Callable[[], None]:
-        """Make `model` isolate documents in this way; returns an undo function."""
+        """Make `model` isolate documents; returns an undo function."""
         with ExitStack() as undo:
             if self.method != "none":
                 from bigtrain.models.layers.rotary import choose_by_document
@@ -275,15 +285,15 @@ class Isolation:
 
     @contextmanager
     def document_mask(self, position_ids: torch.Tensor | None) -> Iterator[None]:
-        """Enter around every forward pass: `position_ids` [B, T] on the host, full samples; None
-        if each sample is one document."""
-        separates = position_ids is not None and self.method == "documents"
-        packed = position_ids is not None and not separates
+        """Inside, a forward pass isolates the documents of `position_ids` [B, T], on the host and
+        of full samples; None if each sample is one document."""
+        has_documents = position_ids is not None
         with ExitStack() as stack:
-            stack.enter_context(document_boundaries(packed=packed))
+            needs_masks = has_documents and self.method != "documents"
+            stack.enter_context(document_boundaries(packed=needs_masks))
             if position_ids is not None and self.overlays:
                 stack.enter_context(documents_in_masks(position_ids))
-            if position_ids is not None and separates:
+            if position_ids is not None and self.method == "documents":
                 stack.enter_context(per_document_attention(position_ids))
             if self.restarts or self.positions or self.modules:
                 from bigtrain.models.layers.recurrence.pieces import (
@@ -296,7 +306,8 @@ class Isolation:
             yield
 
     def arguments(self, position_ids: torch.Tensor | None) -> dict[str, Any]:
-        """Return arguments for the model in addition to positions; tensors are on the host."""
+        """Return the arguments that flash attention needs for documents, by name; tensors are on
+        the host. Empty for other methods."""
         if position_ids is None or self.method != "lengths":
             return {}
         return lengths_of_documents(position_ids)

@@ -39,31 +39,33 @@ _FURTHER_ROLES = {Role.BIAS, Role.NORM, Role.OTHER}
 
 def find_mlps(model: PreTrainedModel) -> list[str]:
     """Return names of the modules of decoder layers that can be computed in tiles, in the model's
-    order: the largest that have several linear layers of an MLP, or stacked experts, and no
-    attention and no router. `model` may be on the meta device; without adapters, not sharded."""
-    products = set(layers_of(model, "mlp"))
-    stacks = set(stacked_weights(model))
-    roles = list(parameter_roles(model).values())
+    order: the largest modules that have several linear layers of an MLP, or stacked experts, and no
+    attention and no router. `model`: without adapters, not sharded, possibly on the meta device."""
+    linear_layers = set(layers_of(model, "mlp"))
+    expert_stacks = set(stacked_weights(model))
+    parameters = list(parameter_roles(model).values())
 
-    def is_product(entry: ParameterRole) -> bool:
-        return entry.name in stacks or (entry.role is Role.MATRIX and entry.module in products)
+    def is_mlp_weight(parameter: ParameterRole) -> bool:
+        is_linear = parameter.role is Role.MATRIX and parameter.module in linear_layers
+        return is_linear or parameter.name in expert_stacks
 
     def mlps_in(name: str, module: nn.Module) -> Iterator[str]:
-        entries = [entry for entry in roles if entry.name.startswith(f"{name}.")]
-        weights = [entry for entry in entries if is_product(entry)]
-        further_entries = [entry for entry in entries if not is_product(entry)]
-        is_mlp = len(weights) > 1 or any(entry.name in stacks for entry in weights)
+        """Yield `name` if the module is an MLP, otherwise the MLPs in the module."""
+        module_parameters = [p for p in parameters if p.name.startswith(f"{name}.")]
+        weights = [p for p in module_parameters if is_mlp_weight(p)]
+        further_roles = {p.role for p in module_parameters if not is_mlp_weight(p)}
+        is_mlp = len(weights) > 1 or any(weight.name in expert_stacks for weight in weights)
         is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if is_mlp and is_called and all(entry.role in _FURTHER_ROLES for entry in further_entries):
+        if is_mlp and is_called and further_roles <= _FURTHER_ROLES:
             yield name
         elif weights:
-            for leaf, child in module.named_children():
-                yield from mlps_in(f"{name}.{leaf}", child)
+            for child_name, child in module.named_children():
+                yield from mlps_in(f"{name}.{child_name}", child)
 
     mlps: list[str] = []
-    for name, layer in decoder_layers(model):
-        for leaf, child in layer.named_children():
-            mlps += mlps_in(f"{name}.{leaf}", child)
+    for layer_name, layer in decoder_layers(model):
+        for child_name, child in layer.named_children():
+            mlps += mlps_in(f"{layer_name}.{child_name}", child)
     return mlps
 
 
@@ -80,7 +82,7 @@ def compile_tiles(model: nn.Module) -> None:
 
 
 def parameters_inside(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of submodules of `module`, which `module` uses directly if tiled."""
+    """Return the parameters of the submodules of `module`, but not those of `module` itself."""
     direct_ids = {id(parameter) for parameter in module.parameters(recurse=False)}
     return [parameter for parameter in module.parameters() if id(parameter) not in direct_ids]
 
@@ -88,8 +90,8 @@ def parameters_inside(module: nn.Module) -> list[nn.Parameter]:
 class Tiles:
     """Makes `module` compute `tile_tokens` tokens at a time, and again in the backward pass.
 
-    Tensors among its arguments, and its output, have the tokens in all dimensions but the last. A
-    call with fewer tokens computes one tile. Raises ModelError for other calls.
+    Tensors among the arguments, and the output, have the tokens in all dimensions but the last. A
+    call with fewer tokens computes one tile. Raises ModelError for a call with other tensors.
     """
 
     def __init__(self, module: nn.Module, tile_tokens: int) -> None:
@@ -119,19 +121,21 @@ class Tiles:
         call, tensors = _Call.from_arguments(self._tile_forward, args, kwargs)
         if not torch.is_grad_enabled():
             return self.compute(call, tensors)
-        count, weights = len(tensors), self._trained()
-        output: torch.Tensor = _Tiled.apply(self, call, count, *tensors, *weights)  # type: ignore[no-untyped-call]
+        # The parameters are arguments so that autograd adds their gradients, once per call.
+        inputs = (*tensors, *self._trained_parameters())
+        output: torch.Tensor = _TiledFunction.apply(self, call, len(tensors), *inputs)  # type: ignore[no-untyped-call]
         return output
 
     def compute(self, call: _Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the output for `tensors` [..., H], without a graph."""
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
         output: torch.Tensor | None = None
-        for part in self._parts(len(rows[0])):
-            tile = call.run([tensor[part] for tensor in rows])
+        for tile_slice in self._tile_slices(len(rows[0])):
+            tile_output = call.run([tensor[tile_slice] for tensor in rows])
+            width = tile_output.shape[-1]
             if output is None:
-                output = tile.new_empty(*tensors[0].shape[:-1], tile.shape[-1])
-            output.view(-1, tile.shape[-1])[part] = tile
+                output = tile_output.new_empty(*tensors[0].shape[:-1], width)
+            output.view(-1, width)[tile_slice] = tile_output
         assert output is not None
         return output
 
@@ -148,27 +152,27 @@ class Tiles:
         ]
 
         # Compute each tile again. Weights are leaves without hooks, which run for the sums only.
-        weights = self._trained()
+        weights = self._trained_parameters()
         leaves = [weight.detach().requires_grad_() for weight in weights]
         sums = [GradientSum(weight) for weight in weights]
         with torch.enable_grad(), substituted(self._module, weights, leaves):
-            for part in self._parts(len(upstream)):
+            for tile_slice in self._tile_slices(len(upstream)):
                 tile = [
-                    tensor[part].detach().requires_grad_(needs_gradient)
+                    tensor[tile_slice].detach().requires_grad_(needs_gradient)
                     for tensor, needs_gradient in zip(rows, call.needs_gradient, strict=True)
                 ]
                 output = call.run(tile)
-                differentiated = [tensor for tensor in tile if tensor.requires_grad] + leaves
+                inputs = [tensor for tensor in tile if tensor.requires_grad]
                 gradients = torch.autograd.grad(
-                    output, differentiated, upstream[part], allow_unused=True
+                    output, inputs + leaves, upstream[tile_slice], allow_unused=True
                 )
-                del output
-                # Store the gradients of the tile's tokens, and add up the parameters'.
+                del output  # frees the graph
+                # Store the gradients of the tile's tokens, and add up the parameters' gradients.
                 targets = [target for target in grad_rows if target is not None]
-                for target, gradient in zip(targets, gradients, strict=False):
+                for target, gradient in zip(targets, gradients[: len(inputs)], strict=True):
                     if gradient is not None:
-                        target[part] = gradient
-                for total, gradient in zip(sums, gradients[len(targets) :], strict=True):
+                        target[tile_slice] = gradient
+                for total, gradient in zip(sums, gradients[len(inputs) :], strict=True):
                     if gradient is not None:
                         total.add(gradient)
         grad_tensors = [
@@ -177,10 +181,10 @@ class Tiles:
         ]
         return [*grad_tensors, *(None if total.is_empty else total.value() for total in sums)]
 
-    def _trained(self) -> list[nn.Parameter]:
+    def _trained_parameters(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p.requires_grad]
 
-    def _parts(self, num_rows: int) -> Iterator[slice]:
+    def _tile_slices(self, num_rows: int) -> Iterator[slice]:
         """Yield the tiles of `num_rows` tokens; an empty tile if there are none."""
         for start in range(0, max(1, num_rows), self._tile_tokens):
             yield slice(start, start + self._tile_tokens)
@@ -188,9 +192,9 @@ class Tiles:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a module. keys, dims, needs_gradient: positions or names of the arguments that
-    are tensors, their numbers of dimensions, and whether they need a gradient. args, kwargs: all
-    arguments, with None for tensors, which only autograd keeps."""
+    """A call of a module's method `forward`. args, kwargs: the arguments, with None for tensors,
+    which only autograd keeps. For each argument that is a tensor: keys: position or name. dims:
+    number of dimensions. needs_gradient: whether autograd needs its gradient."""
 
     forward: Callable[..., Any]
     args: tuple[Any, ...]
@@ -203,10 +207,10 @@ class _Call:
     def from_arguments(
         cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Call, list[torch.Tensor]]:
-        """Return the call and its tensors. Raises ModelError for tensors with
-        different numbers of tokens."""
-        values: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        tensors = {key: value for key, value in values if isinstance(value, torch.Tensor)}
+        """Return the call and its tensors. Raises ModelError for tensors with different numbers of
+        tokens, or with fewer than two dimensions."""
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        tensors = {key: value for key, value in arguments if isinstance(value, torch.Tensor)}
         row_counts = {math.prod(tensor.shape[:-1]) for tensor in tensors.values()}
         if len(row_counts) != 1 or min(tensor.dim() for tensor in tensors.values()) < 2:
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors.values())
@@ -222,24 +226,26 @@ class _Call:
         return call, list(tensors.values())
 
     def run(self, tile: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the output [n, H] for a tile's tensors, [n, H] each."""
+        """Return the output [n, H] for a tile's tensors, [n, H] each. Raises ModelError if the
+        module returns anything else than a row for each token."""
         args, kwargs = list(self.args), dict(self.kwargs)
-        for key, dim, rows in zip(self.keys, self.dims, tile, strict=True):
-            value = rows.view(*(1,) * (dim - 2), *rows.shape)
+        for key, num_dims, rows in zip(self.keys, self.dims, tile, strict=True):
+            # The module gets the number of dimensions of the call, with leading dimensions of 1.
+            value = rows.view(*(1,) * (num_dims - 2), *rows.shape)
             if isinstance(key, int):
                 args[key] = value
             else:
                 kwargs[key] = value
         output = self.forward(*args, **kwargs)
-        is_fit = isinstance(output, torch.Tensor) and output.dim() == self.dims[0]
-        if not is_fit or output.shape[:-1].numel() != len(tile[0]):
+        has_call_dims = isinstance(output, torch.Tensor) and output.dim() == self.dims[0]
+        if not has_call_dims or output.shape[:-1].numel() != len(tile[0]):
             raise ModelError("an MLP does not return one tensor with a row for each token")
         result: torch.Tensor = output.reshape(-1, output.shape[-1])
         return result
 
 
-class _Tiled(torch.autograd.Function):
-    """Computes without a graph, and again with one in the backward pass."""
+class _TiledFunction(torch.autograd.Function):
+    """Computes a call without a graph, and again with a graph in the backward pass."""
 
     @staticmethod
     def forward(
@@ -268,7 +274,7 @@ class _RandomState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Draw from this state inside, and continue after as if nothing had been drawn."""
+        """Inside, random streams start from this state; on exit, their states are restored."""
         device_options = {} if self._device_type == "cpu" else {"device_type": self._device_type}
         with torch.random.fork_rng(devices=self._devices, **device_options):
             torch.set_rng_state(self._cpu_state)

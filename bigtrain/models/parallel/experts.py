@@ -1,5 +1,5 @@
 """Expert parallelism of any Hugging Face causal LM by the plan that the model itself carries
-(``base_model_ep_plan``, transformers 5), or by the structure of the experts' modules.
+(``base_model_ep_plan``, transformers 5), or by the modules that keep the contract.
 
 The contract of experts' modules: weights stacked along their first dimension, [experts, ...], and a
 forward method of (hidden states [T, h], chosen experts [T, k], their weights [T, k]) whose result
@@ -52,8 +52,8 @@ class Experts:
 
 def expert_modules(model: PreTrainedModel) -> list[Experts]:
     """Return the modules of experts in the model's plan, or without a plan the modules that keep
-    the contract. Raises ModelError for an architecture without modules of experts, or whose experts
-    do not fit the plan."""
+    the contract. Raises ModelError for an architecture without modules of experts, and for experts
+    that do not fit the plan."""
     experts = _planned_experts(model) or _stacked_experts(model)
     if not experts:
         raise ModelError(
@@ -66,6 +66,8 @@ def expert_modules(model: PreTrainedModel) -> list[Experts]:
 
 
 def _planned_experts(model: PreTrainedModel) -> list[Experts]:
+    """Return the modules of experts in the model's plan. Raises ModelError for other stacks than in
+    the plan."""
     plan = expanded_plan(model, dict(model.ep_plan or {}))
     modules = dict(model.named_modules(remove_duplicate=False))
     experts = []
@@ -97,9 +99,9 @@ def _stacked_experts(model: PreTrainedModel) -> list[Experts]:
             continue
         stacks = dict(module.named_parameters())
         arguments = tuple(inspect.signature(type(module).forward).parameters)
-        if arguments == _ARGUMENTS and all(
-            len(full_shape(p)) > 1 and full_shape(p)[0] % num_experts == 0 for p in stacks.values()
-        ):
+        shapes = [full_shape(parameter) for parameter in stacks.values()]
+        are_stacks = all(len(shape) > 1 and shape[0] % num_experts == 0 for shape in shapes)
+        if arguments == _ARGUMENTS and are_stacks:
             experts.append(Experts(name, module, stacks))
     return experts
 
@@ -107,13 +109,13 @@ def _stacked_experts(model: PreTrainedModel) -> list[Experts]:
 def shard_experts(
     model: PreTrainedModel, exchange: RowExchange, tensor: Group | None = None
 ) -> None:
-    """Make `model` compute one rank's experts for all ranks of `exchange`: forwards exchange rows,
-    parameters are tagged with their shards.
+    """Make `model` compute a rank's share of the experts for all ranks of `exchange`: forward
+    methods exchange rows, and parameters are tagged with their shards.
 
-    tensor: tensor-parallel ranks, which share tokens and experts (in different
-    `exchange` groups): each rank sends a slice of the tokens. The output is then partial, like the
-    output of experts sharded by tensor parallelism; `tensor.shard_model`, called afterwards, sums
-    it by the plan's rule for sharded experts.
+    tensor: tensor-parallel ranks, which share tokens and experts (in different `exchange` groups):
+    each rank sends a slice of the tokens. The output is then partial, like the output of experts
+    sharded by tensor parallelism; `tensor.shard_model`, called afterwards, sums the outputs by the
+    plan's rule for sharded experts.
 
     No weights move: the caller that fills the parameters splits them (`sharding.cut_parameter`),
     and the model must not be called before. Call this before a pipeline stage removes layers. Not
@@ -121,26 +123,27 @@ def shard_experts(
     """
     for experts in expert_modules(model):
         check_divides(experts, exchange.size)
-        module, num_local = experts.module, experts.num_experts // exchange.size
+        module, num_local_experts = experts.module, experts.num_experts // exchange.size
         for parameter in experts.stacks.values():
             shape = tuple(parameter.shape)
-            rows = num_local * (shape[0] // experts.num_experts)
-            span = (exchange.rank * rows, (exchange.rank + 1) * rows)
+            rows_per_expert = shape[0] // experts.num_experts
+            num_rows = num_local_experts * rows_per_expert
+            span = (exchange.rank * num_rows, (exchange.rank + 1) * num_rows)
             primary = tensor is None or dist.get_rank(tensor) == 0
-            tag_shard(parameter, Shard(shape, 0, (span,), rows, primary=primary, over="expert"))
+            tag_shard(parameter, Shard(shape, 0, (span,), num_rows, primary=primary, over="expert"))
             if tensor is not None and parameter.requires_grad:
                 parameter.register_hook(partial(summed, group=tensor))
         dispatch = _Dispatch(module, experts.num_experts, exchange)
         shadow(module, EXCHANGE, exchange)
         shadow(module, _DISPATCH, dispatch)
-        forward = dispatch if tensor is None else _Sliced(dispatch, tensor)
-        # A compiled layer is divided here: how many rows are exchanged is known when it runs.
+        forward = dispatch if tensor is None else _TokenSlice(dispatch, tensor)
+        # A compiled layer is divided here: a graph cannot contain the number of exchanged rows.
         shadow(module, "forward", torch.compiler.disable(forward.__call__, reason=EXCHANGED))
 
 
 def compile_divided_experts(model: nn.Module) -> None:
-    """Make experts of `model` that ranks divide compile, at their first call, what they compute of
-    the rows that they receive. One graph is for any number of rows (but one)."""
+    """Make divided experts of `model` compile, at their first call, the computation of the rows
+    that a rank receives. A graph is for any number of rows but 1."""
     for module in model.modules():
         if _DISPATCH in vars(module):
             vars(module)[_DISPATCH].compile()
@@ -166,9 +169,9 @@ def check_experts_of_plan(model: PreTrainedModel, plan: dict[str, str]) -> None:
             )
 
 
-class _Sliced:
-    """Calls `dispatch` for this rank's slice of the tokens; the output is zero for further
-    tokens."""
+class _TokenSlice:
+    """Calls `dispatch` for this rank's slice of the tokens; the output of all other tokens is
+    zero."""
 
     def __init__(self, dispatch: _Dispatch, tensor: Group) -> None:
         self._dispatch = dispatch
@@ -177,12 +180,14 @@ class _Sliced:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        rows = [value.reshape(-1, value.shape[-1]) for value in (top_k_index, top_k_weights)]
-        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-        start, stop = even_ranges(hidden.shape[0], self._size, self._rank)
-        part = self._dispatch(hidden[start:stop], *(value[start:stop] for value in rows))
-        total = F.pad(part, (0, 0, start, hidden.shape[0] - stop))
-        return total.view(hidden_states.shape)
+        expert_ids, expert_weights, hidden = (
+            x.reshape(-1, x.shape[-1]) for x in (top_k_index, top_k_weights, hidden_states)
+        )
+        num_tokens = hidden.shape[0]
+        start, stop = even_ranges(num_tokens, self._size, self._rank)
+        span = slice(start, stop)
+        outputs = self._dispatch(hidden[span], expert_ids[span], expert_weights[span])
+        return F.pad(outputs, (0, 0, start, num_tokens - stop)).view(hidden_states.shape)
 
 
 class _Dispatch:
@@ -196,8 +201,8 @@ class _Dispatch:
         self._sum = _sum_by_token
 
     def compile(self) -> None:
-        """Compile what this rank's experts compute, and the sum of a token's outputs; dispatch and
-        return stay outside of graphs."""
+        """Compile the forward method of this rank's experts, and the sum of a token's outputs; the
+        exchanges stay outside of graphs."""
         self._forward = torch.compile(self._forward, dynamic=True)
         self._sum = torch.compile(_sum_by_token, dynamic=False)
 
@@ -209,9 +214,9 @@ class _Dispatch:
         expert_ids = top_k_index.reshape(-1)
         order = torch.argsort(expert_ids, stable=True)  # a rank's experts are adjacent
 
-        # Rows from each rank for each of this rank's experts, int64 [size, local experts]. Not by
-        # `bincount`, whose output length makes the host wait; it waits once, for the numbers of
-        # rows sent to each rank and received from it.
+        # Count rows, int64 [ranks, experts of a rank]: the rows that this rank sends (`counts`),
+        # and the rows that it receives from each rank (`local_counts`). The host waits once, for
+        # the numbers of rows by rank; the output length of `bincount` would make it wait again.
         one_row_per_rank = [1] * self._exchange.size
         counts = expert_ids.new_zeros(self._num_experts, dtype=torch.int64)
         counts = counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
@@ -221,19 +226,19 @@ class _Dispatch:
 
         # Hidden states go to the ranks of the experts, ordered by sender and expert.
         rows = exchange_rows(hidden[order // num_chosen], sent, received, self._exchange)
-        size, num_local = local_counts.shape
-        experts = torch.arange(num_local, device=rows.device).repeat(size)
-        experts = experts.repeat_interleave(local_counts.flatten(), output_size=rows.shape[0])
+        num_ranks, num_local_experts = local_counts.shape
+        local_ids = torch.arange(num_local_experts, device=rows.device).repeat(num_ranks)
+        local_ids = local_ids.repeat_interleave(local_counts.flatten(), output_size=rows.shape[0])
         is_idle = rows.shape[0] == 0
         if is_idle:
             # A row of zeros goes through the first expert and its output is dropped, so that
             # every parameter gets a (zero) gradient, for which ZeRO waits on all ranks.
             rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-            experts = experts.new_zeros(1)
-        ones = rows.new_ones(rows.shape[0], 1)
-        # Only inside the call: initialization needs the full number.
-        with shadowed(self._module, {"num_experts": num_local}):
-            outputs: torch.Tensor = self._forward(rows, experts.unsqueeze(1), ones)
+            local_ids = local_ids.new_zeros(1)
+        ones = rows.new_ones(rows.shape[0], 1)  # the rank of the token applies the weights
+        # The number is local only inside the call: initialization needs the full number.
+        with shadowed(self._module, {"num_experts": num_local_experts}):
+            outputs: torch.Tensor = self._forward(rows, local_ids.unsqueeze(1), ones)
         outputs = outputs.reshape(rows.shape[0], -1)
         outputs = outputs[:0] if is_idle else outputs
 
@@ -246,9 +251,10 @@ class _Dispatch:
 def _sum_by_token(
     outputs: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sums [T, h] of `outputs` [T k, h], which are ordered by expert: row i is
-    for the choice number order[i]. As transformers adds outputs up (integrations/moe.py,
-    grouped_mm_experts_forward), in the common dtype of weights and outputs."""
+    """Return the weighted sum [T, h] of each token's rows in `outputs` [T k, h], which are ordered
+    by expert: row i belongs to choice order[i], counted token by token. transformers adds outputs
+    up in the same way (integrations/moe.py, grouped_mm_experts_forward), in the common dtype of
+    weights and outputs."""
     inverse_order = torch.empty_like(order)
     inverse_order[order] = torch.arange(order.numel(), device=order.device)
     weighted = outputs[inverse_order] * top_k_weights.reshape(-1, 1)

@@ -33,15 +33,16 @@ from bigtrain.models.transformers_patches import functions_called
 COLWISE, ROWWISE = "recurrent_colwise", "recurrent_rowwise"
 ROWWISE_TO_SHARES = "recurrent_rowwise_to_shares"
 NORM, LAYER = "recurrent_norm", "recurrent_layer"
-"""Styles of modules and parameters in a plan. ROWWISE_TO_SHARES: the sum of partial products, of
-which every rank's heads read all (``x_proj`` of Mamba 1)."""
+"""Styles of modules and parameters in a plan. ROWWISE_TO_SHARES: a rowwise layer the output of
+which, a sum over ranks, every rank's heads read completely (``x_proj`` of Mamba 1)."""
 STYLES = frozenset({COLWISE, ROWWISE, ROWWISE_TO_SHARES, NORM, LAYER})
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """How a parameter is divided. parts: sizes along `dim`, each divided evenly."""
+    """How a parameter is divided along dimension `dim`, which consists of blocks of sizes `parts`:
+    a rank gets an equal share of every block."""
 
     style: str
     parts: tuple[int, ...]
@@ -52,11 +53,13 @@ class Leaf:
 class Division:
     """The division of a layer.
 
-    leaves: by the name of a parameter in the layer. partial: parameters that every rank has, with a
-    part of the gradient. whole: unsharded parameters with the full gradient. heads: what has to be
-    a multiple of the degree, by the layer's attribute. groups: heads that share B and C (Mamba 2),
-    which may be fewer than ranks. local: attributes of a rank's layer and its modules, by degree.
-    norm: the module that normalizes over channels of several ranks, if there are fewer groups.
+    leaves: divided parameters, by name in the layer. heads: counts that have to be multiples of the
+    degree, by the layer's attribute. local: maps the degree to the attributes of a rank's layer and
+    its modules. partial: unsharded parameters of which each rank computes a part of the gradient.
+    whole: unsharded parameters with the full gradient on every rank. groups: number of groups of
+    heads that share B and C (Mamba 2); may be smaller than the degree; 0 without groups. norm: the
+    module that normalizes over channels of several ranks if there are fewer groups than ranks.
+    buffers: sizes of the divided blocks of a buffer, by name in the layer.
     """
 
     leaves: Mapping[str, Leaf]
@@ -70,7 +73,8 @@ class Division:
 
     @property
     def num_equal_parts(self) -> int:
-        """Number that a size has to divide, so that ranks get complete heads and equal parts."""
+        """Largest number that divides all counts of heads and sizes of blocks. A degree that
+        divides it gives ranks complete heads and equal shares."""
         parts = [part for leaf in self.leaves.values() for part in leaf.parts]
         return math.gcd(*self.heads.values(), *parts)
 
@@ -103,7 +107,7 @@ class Division:
 
 
 def ranges_of(parts: tuple[int, ...], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the rows [start, stop) of `rank`, one range for each of `parts`."""
+    """Return the rows [start, stop) of `rank` in each of consecutive blocks of sizes `parts`."""
     starts = [sum(parts[:number]) for number in range(len(parts))]
     return tuple(
         (start + part * rank // size, start + part * (rank + 1) // size)
@@ -114,23 +118,25 @@ def ranges_of(parts: tuple[int, ...], rank: int, size: int) -> tuple[tuple[int, 
 # --- layers ---
 
 
-def _linear(style: str, name: str, parts: tuple[int, ...]) -> dict[str, Leaf]:
-    """Return the leaves of a linear layer or a convolution."""
+def _weight_and_bias(style: str, name: str, parts: tuple[int, ...]) -> dict[str, Leaf]:
+    """Return how weight and bias of linear layer or convolution `name` are divided; a rowwise
+    layer's bias is not."""
     if style == COLWISE:
         return {f"{name}.weight": Leaf(style, parts), f"{name}.bias": Leaf(style, parts)}
     return {f"{name}.weight": Leaf(style, parts, dim=1)}
 
 
-def _channels(name: str, count: int) -> dict[str, int]:
+def _convolution_channels(name: str, count: int) -> dict[str, int]:
+    """Return the attributes of depthwise convolution `name` with `count` channels."""
     return dict.fromkeys((f"{name}.in_channels", f"{name}.out_channels", f"{name}.groups"), count)
 
 
 def _mamba2(layer: Any) -> Division:
     """Bamba, Granite 4, Nemotron-H, Falcon-H1, Mamba 2, Zamba2. Ranks that share a group hold parts
-    of the states in B and C, and exchange them after the convolution."""
+    of the states in B and C, and exchange the parts after the convolution."""
     inner, heads = layer.intermediate_size, layer.num_heads
     groups, states = layer.n_groups, layer.n_groups * layer.ssm_state_size
-    projected = (inner, inner, states, states, heads)
+    projected = (inner, inner, states, states, heads)  # z, x, B, C, dt
     per_head = {name: Leaf(COLWISE, (heads,)) for name in ("A_log", "D", "dt_bias")}
 
     # Ranks that share a group have one group each, with a part of the states.
@@ -144,14 +150,14 @@ def _mamba2(layer: Any) -> Division:
             "conv_dim": layer.conv_dim // size,
             "norm.group_size": inner // size // local_groups,
             "norm.n_groups": local_groups,
-            **_channels("conv1d", layer.conv_dim // size),
+            **_convolution_channels("conv1d", layer.conv_dim // size),
         }
 
     return Division(
         leaves={
-            **_linear(COLWISE, "in_proj", projected),
-            **_linear(COLWISE, "conv1d", (inner, states, states)),
-            **_linear(ROWWISE, "out_proj", (inner,)),
+            **_weight_and_bias(COLWISE, "in_proj", projected),
+            **_weight_and_bias(COLWISE, "conv1d", (inner, states, states)),
+            **_weight_and_bias(ROWWISE, "out_proj", (inner,)),
             **per_head,
             "norm.weight": Leaf(COLWISE, (inner,)),
         },
@@ -167,9 +173,10 @@ def _mamba2(layer: Any) -> Division:
 def _delta_rule(layer: Any) -> Division:
     """Qwen3-Next, Qwen3.5, OLMo hybrid: key heads, each with as many value heads."""
     key, value, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
-    rows = {
+    blocks_by_name = {
         "in_proj_qkv": (key, key, value),
-        "in_proj_qkvz": (2 * key + 2 * value,),  # by key heads
+        # q, k, v and z (b and a) are interleaved by key heads: one block.
+        "in_proj_qkvz": (2 * key + 2 * value,),
         "in_proj_ba": (2 * heads,),
         "conv1d": (key, key, value),
         **dict.fromkeys(("q_proj", "k_proj"), (key,)),
@@ -177,15 +184,15 @@ def _delta_rule(layer: Any) -> Division:
         **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj"), (heads,)),
     }
     leaves = {name: Leaf(COLWISE, (heads,)) for name in ("A_log", "dt_bias")}
-    for name, parts in rows.items():
-        leaves |= _linear(COLWISE, name, parts)
+    for name, parts in blocks_by_name.items():
+        leaves |= _weight_and_bias(COLWISE, name, parts)
     for name in ("out_proj", "o_proj"):
-        leaves |= _linear(ROWWISE, name, (value,))
+        leaves |= _weight_and_bias(ROWWISE, name, (value,))
 
     def local(size: int) -> dict[str, int]:
         names = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
         divided = {name: getattr(layer, name) // size for name in names}
-        return divided | _channels("conv1d", divided["conv_dim"])
+        return divided | _convolution_channels("conv1d", divided["conv_dim"])
 
     return Division(
         leaves,
@@ -201,18 +208,23 @@ def _kimi_delta_rule(layer: Any) -> Division:
     leaves = {
         "forget_gate.A_log": Leaf(COLWISE, (heads,), dim=2),
         "forget_gate.dt_bias": Leaf(COLWISE, (width,)),
-        **_linear(COLWISE, "conv1d", (width,) * 3),
-        **_linear(COLWISE, "b_proj", (heads,)),
-        **_linear(ROWWISE, "o_proj", (width,)),
+        **_weight_and_bias(COLWISE, "conv1d", (width,) * 3),
+        **_weight_and_bias(COLWISE, "b_proj", (heads,)),
+        **_weight_and_bias(ROWWISE, "o_proj", (width,)),
     }
     for name in ("q_proj", "k_proj", "v_proj", "g_b_proj", "forget_gate.f_b_proj"):
-        leaves |= _linear(COLWISE, name, (width,))
+        leaves |= _weight_and_bias(COLWISE, name, (width,))
 
     def local(size: int) -> dict[str, int]:
         divided = {"num_heads": heads // size, "qkv_dim": width // size}
         gate = {f"forget_gate.{name}": value for name, value in divided.items()}
         conv_dim = layer.conv_dim // size
-        return {**divided, **gate, "conv_dim": conv_dim, **_channels("conv1d", conv_dim)}
+        return {
+            **divided,
+            **gate,
+            "conv_dim": conv_dim,
+            **_convolution_channels("conv1d", conv_dim),
+        }
 
     return Division(
         leaves,
@@ -224,23 +236,23 @@ def _kimi_delta_rule(layer: Any) -> Division:
 
 
 def _mamba1(layer: Any) -> Division:
-    """Mamba, Falcon Mamba, Jamba: by channels. B, C and the time steps are computed from all
-    channels, and read by all."""
+    """Mamba, Falcon Mamba, Jamba: by channels. All channels contribute to B, C and the time steps,
+    and read them."""
     inner = layer.intermediate_size
     return Division(
         leaves={
-            **_linear(COLWISE, "in_proj", (inner, inner)),
-            **_linear(COLWISE, "conv1d", (inner,)),
-            **_linear(ROWWISE_TO_SHARES, "x_proj", (inner,)),
-            **_linear(COLWISE, "dt_proj", (inner,)),
-            **_linear(ROWWISE, "out_proj", (inner,)),
+            **_weight_and_bias(COLWISE, "in_proj", (inner, inner)),
+            **_weight_and_bias(COLWISE, "conv1d", (inner,)),
+            **_weight_and_bias(ROWWISE_TO_SHARES, "x_proj", (inner,)),
+            **_weight_and_bias(COLWISE, "dt_proj", (inner,)),
+            **_weight_and_bias(ROWWISE, "out_proj", (inner,)),
             "A_log": Leaf(COLWISE, (inner,)),
             "D": Leaf(COLWISE, (inner,)),
         },
         heads={"intermediate_size": inner},
         local=lambda size: {
             "intermediate_size": inner // size,
-            **_channels("conv1d", inner // size),
+            **_convolution_channels("conv1d", inner // size),
         },
         partial=tuple(f"{name}_layernorm.weight" for name in ("dt", "b", "c")),
         whole=("out_proj.bias",),
@@ -252,12 +264,12 @@ def _short_convolution(layer: Any) -> Division:
     width = layer.conv.in_channels
     return Division(
         leaves={
-            **_linear(COLWISE, "in_proj", (width,) * 3),
-            **_linear(COLWISE, "conv", (width,)),
-            **_linear(ROWWISE, "out_proj", (width,)),
+            **_weight_and_bias(COLWISE, "in_proj", (width,) * 3),
+            **_weight_and_bias(COLWISE, "conv", (width,)),
+            **_weight_and_bias(ROWWISE, "out_proj", (width,)),
         },
         heads={"conv.in_channels": width},
-        local=lambda size: _channels("conv", width // size),
+        local=lambda size: _convolution_channels("conv", width // size),
         whole=("out_proj.bias",),
     )
 
@@ -268,10 +280,10 @@ def _rg_lru(block: Any) -> Division:
     gates = (f"rg_lru.{gate}_gate" for gate in ("input", "recurrent"))
     return Division(
         leaves={
-            **_linear(COLWISE, "linear_x", (width,)),
-            **_linear(COLWISE, "linear_y", (width,)),
-            **_linear(COLWISE, "conv_1d", (width,)),
-            **_linear(ROWWISE, "linear_out", (width,)),
+            **_weight_and_bias(COLWISE, "linear_x", (width,)),
+            **_weight_and_bias(COLWISE, "linear_y", (width,)),
+            **_weight_and_bias(COLWISE, "conv_1d", (width,)),
+            **_weight_and_bias(ROWWISE, "linear_out", (width,)),
             "rg_lru.recurrent_param": Leaf(COLWISE, (width,)),
             **{f"{gate}_{end}": Leaf(COLWISE, (heads,)) for gate in gates for end in _GATE_ENDS},
         },
@@ -279,7 +291,7 @@ def _rg_lru(block: Any) -> Division:
         local=lambda size: {
             "lru_width": width // size,
             "rg_lru.num_attention_heads": heads // size,
-            **_channels("conv_1d", width // size),
+            **_convolution_channels("conv_1d", width // size),
         },
         whole=("linear_out.bias",),
     )
@@ -294,34 +306,36 @@ def division_of(layer: nn.Module, called_names: set[str]) -> Division | None:
     (`_rnn_scan`)."""
     functions = [FUNCTIONS[name] for name in called_names & FUNCTIONS.keys()]
     function_kinds = {function.kind for function in functions} - {CONVOLUTION}
-    makers: dict[frozenset[str], Callable[[Any], Division]] = {
+    divide_by_kinds: dict[frozenset[str], Callable[[Any], Division]] = {
         frozenset({SCALAR}): _mamba2,
         frozenset({MATRIX}): _delta_rule,
         frozenset({VECTOR}): _mamba1,
         frozenset({CHANNELS}): _rg_lru,
         frozenset(): _short_convolution,
     }
-    make = makers.get(frozenset(function_kinds))
-    if "chunk_kimi_delta_attention" in called_names:
-        make = _kimi_delta_rule
-    if make is None:
+    divide = divide_by_kinds.get(frozenset(function_kinds))
+    if "chunk_kimi_delta_attention" in called_names:  # has the kind of `_delta_rule`
+        divide = _kimi_delta_rule
+    if divide is None:
         return None
     try:
-        division = make(layer)
-    except AttributeError:  # a layer of another kind
+        division = divide(layer)
+    except AttributeError:  # the layer lacks an attribute of the layers that `divide` names
         return None
-    divided_names = {*division.leaves, *division.partial, *division.whole}
+    expected_names = {*division.leaves, *division.partial, *division.whole}
     shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
-    # A class of the same attributes may have parameters of another shape, or of fewer dimensions.
+    # A class with equal attributes may have parameters of another shape, or of fewer dimensions,
+    # for which the slice is empty.
     fits = all(
         shapes[name][leaf.dim : leaf.dim + 1] == (sum(leaf.parts),)
         for name, leaf in division.leaves.items()
         if name in shapes
     )
-    return division if fits and shapes.keys() <= divided_names else None
+    return division if fits and shapes.keys() <= expected_names else None
 
 
 _CALLED_IN_PARTS = {"_rnn_scan"}
+"""Functions that a child of the divided layer calls."""
 
 
 def recurrent_divisions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Division]]:
@@ -335,17 +349,14 @@ def recurrent_divisions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Divi
 
 
 def leaf_of(model: nn.Module, name: str) -> tuple[str, Division]:
-    """Return the name in its recurrent layer of parameter `name` of an unsharded `model`, and the
-    layer's division."""
+    """Find the recurrent layer of an unsharded `model` that contains parameter `name`. Return the
+    parameter's name in the layer, and the layer's division."""
     parts = name.split(".")
-    for count in range(len(parts) - 1, 0, -1):
+    for count in range(len(parts) - 1, 0, -1):  # from the innermost module outwards
         layer = model.get_submodule(".".join(parts[:count]))
-        children = {
-            child
-            for module in layer.children()
-            for child in functions_called(module, _CALLED_IN_PARTS)
-        }
-        called_names = functions_called(layer, FUNCTIONS) - _CALLED_IN_PARTS | children
+        called_names = functions_called(layer, FUNCTIONS) - _CALLED_IN_PARTS
+        for child in layer.children():
+            called_names |= functions_called(child, _CALLED_IN_PARTS)
         division = division_of(layer, called_names) if called_names else None
         if division is not None:
             return ".".join(parts[count:]), division
@@ -353,24 +364,24 @@ def leaf_of(model: nn.Module, name: str) -> tuple[str, Division]:
 
 
 def recurrent_plan(model: nn.Module, adapted: Collection[str] = ()) -> dict[str, str]:
-    """Return the styles of the parameters and modules of the recurrent layers of `model`, which
-    replace what transformers' plan has for these layers. Without layers that have adapters, or one
-    of whose modules is `adapted`."""
+    """Return the styles of the parameters and modules of the recurrent layers of `model` by name,
+    which replace the styles in transformers' plan. The result lacks layers with adapters, which
+    cannot be divided, and layers that contain a module of `adapted` (names)."""
     plan: dict[str, str] = {}
-    for name, layer, division in recurrent_divisions(model):
-        if any(module.startswith(f"{name}.") for module in adapted):
+    for layer_name, layer, division in recurrent_divisions(model):
+        if any(module_name.startswith(f"{layer_name}.") for module_name in adapted):
             continue
-        for leaf, _ in layer.named_parameters():
-            if leaf in division.leaves:
-                plan[f"{name}.{leaf}"] = division.leaves[leaf].style
+        for name, _ in layer.named_parameters():
+            if name in division.leaves:
+                plan[f"{layer_name}.{name}"] = division.leaves[name].style
             else:
-                is_partial = leaf in division.partial
-                plan[f"{name}.{leaf}"] = _PARTIAL_GRADIENT if is_partial else "replicate"
-        for leaf, module in layer.named_modules():
+                is_partial = name in division.partial
+                plan[f"{layer_name}.{name}"] = _PARTIAL_GRADIENT if is_partial else "replicate"
+        for name, module in layer.named_modules():
             if isinstance(module, nn.Linear):
-                entry = division.leaves.get(f"{leaf}.weight")
-                plan[f"{name}.{leaf}"] = "replicate" if entry is None else entry.style
+                weight = division.leaves.get(f"{name}.weight")
+                plan[f"{layer_name}.{name}"] = "replicate" if weight is None else weight.style
         if division.norm and isinstance(getattr(layer, division.norm, None), nn.Module):
-            plan[f"{name}.{division.norm}"] = NORM
-        plan[name] = LAYER
+            plan[f"{layer_name}.{division.norm}"] = NORM
+        plan[layer_name] = LAYER
     return plan

@@ -1,10 +1,10 @@
 """Ring attention: each rank keeps its queries, and receives the keys and values of every rank, one
-rank at a time, while it computes with the previous ones (Liu et al. 2023, arXiv 2310.01889).
+rank at a time, while it computes with the previous rank's (Liu et al. 2023, arXiv 2310.01889).
 
-The outputs of blocks are merged by their log-sum-exp in float32. In the backward pass keys and
-values are exchanged again, and each rank returns the gradients of the keys that it received to the
-keys' rank, in float32. In step s of R, rank r sends to rank r + s, from which the gradients
-return.
+The outputs of blocks are merged by their log-sum-exp in float32. In the backward pass, ranks
+exchange keys and values again, and each rank returns the gradients of received keys and values to
+the keys' rank, in float32. In step s of R, rank r sends keys to rank r + s, which returns the
+gradients.
 
 Shapes: B = samples, H = query heads, K = key heads, t = tokens of a rank, D = width of a head.
 """
@@ -45,11 +45,11 @@ class Exchange(Protocol):
     def rank(self) -> int: ...
 
     def all_to_all(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Send ``blocks[i]`` to rank i; block i of the result came from there. Collective."""
+        """Send ``blocks[i]`` to rank i; block i of the result comes from rank i. Collective."""
 
     def start(self, destination: int, sent: Message, source: int, received: Message, /) -> Wait:
         """Begin to send `sent` to rank `destination` and to receive `received` from `source`.
-        Returns a function that waits for both. Every rank calls it equally often."""
+        Returns a function that waits for both. Every rank calls `start` equally often."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,10 @@ def ring_attention(
     exchange: Exchange,
     scores: ScoreScaling,
 ) -> torch.Tensor:
-    """Return the attention of a rank's queries [B, H, t, D] to the keys of every rank, of which it
-    has [B, K, t, D]: [B, H, t, Dv] in the dtype of the queries. `sinks` [H]: scores of a key
-    without a value (gpt-oss). Collective over the ring, and so is its backward pass."""
+    """Return the attention [B, H, t, Dv] of a rank's queries [B, H, t, D] to the keys of every
+    rank, in the dtype of the queries. `states`: the rank's queries, keys [B, K, t, D] and values.
+    `sinks` [H]: scores of a key without a value (gpt-oss). Forward and backward pass are collective
+    over the ring."""
     ring = _Ring(plan, exchange, scores)
     result: torch.Tensor = _RingAttention.apply(ring, sinks, *states)  # type: ignore[no-untyped-call]
     return result
@@ -94,8 +95,8 @@ class _RingAttention(torch.autograd.Function):
         out = query.new_zeros(shape, dtype=torch.float32)
         lse = query.new_full(shape[:3], -torch.inf, dtype=torch.float32)
 
-        # Merge the attention to the keys rank by rank.
-        keys = _Keys(key, value, ring)
+        # Merge the attention to the keys of one rank after another into `out` and `lse`.
+        keys = _RankKeys(key, value, ring)
         for step in range(ring.exchange.size):
             block = ring.plan.block(ring.exchange.rank, ring.source(step))
             rank_keys, rank_values = keys.get(step)
@@ -108,9 +109,9 @@ class _RingAttention(torch.autograd.Function):
 
         # A sink adds exp(sink) to the softmax's denominator, and nothing to the output.
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.float()[None, :, None])
-            out.mul_((lse - total).exp()[..., None])
-            lse = total
+            lse_with_sink = torch.logaddexp(lse, sinks.float()[None, :, None])
+            out.mul_((lse - lse_with_sink).exp()[..., None])
+            lse = lse_with_sink
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.ring = ring
@@ -125,8 +126,8 @@ class _RingAttention(torch.autograd.Function):
         )
 
         # Queries' gradients stay; gradients of keys and values return to the keys' rank.
-        keys = _Keys(key, value, ring)
-        returns = _Returns(grad_key, grad_value, ring)
+        keys = _RankKeys(key, value, ring)
+        returned = _ReturnedGradients(grad_key, grad_value, ring)
         for step in range(ring.exchange.size):
             block = ring.plan.block(ring.exchange.rank, ring.source(step))
             rank_states = keys.get(step)
@@ -143,8 +144,8 @@ class _RingAttention(torch.autograd.Function):
                 _rows(grad_query, piece).add_(grad_rows)
                 for total, piece_gradient in zip(rank_gradients, grad_columns, strict=True):
                     _columns(total, piece).add_(piece_gradient)
-            returns.put(step, rank_gradients)
-        returns.finish()
+            returned.put(step, rank_gradients)
+        returned.finish()
 
         # d sink = -sum of exp(sink - lse) * (dO . O), since the sink's value is zero.
         grad_sinks = None
@@ -156,9 +157,9 @@ class _RingAttention(torch.autograd.Function):
         return None, grad_sinks, grad_query.to(query.dtype), *grad_keys
 
 
-class _Keys:
+class _RankKeys:
     """Keys and values of the ranks of a ring. The next rank's keys arrive while the caller works
-    with the current ones, so that two sets exist in addition to this rank's keys."""
+    with the current rank's, so that two sets exist in addition to this rank's keys."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, ring: _Ring) -> None:
         self._local, self._ring = (key, value), ring
@@ -167,8 +168,8 @@ class _Keys:
         self._sent: torch.Tensor | None = None
 
     def get(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys [B, K, n, D] and values of a step, of the block's columns, and begin to
-        exchange the keys of the next step."""
+        """Return the keys [B, K, n, D] and values of step `step` in the columns of the step's
+        block, and begin to exchange the keys of the next step. Called for each step in order."""
         self._wait()
         (key, value), states = self._local, self._next
         ring, rank = self._ring, self._ring.exchange.rank
@@ -193,13 +194,14 @@ class _Keys:
         received = buffer if buffer.numel() else None
         next_key, next_value = buffer.split(sizes)
         self._next = (next_key.view(shapes[0]), next_value.view(shapes[1]))
-        self._sent = sent  # until the exchange is complete
+        self._sent = sent  # keeps the memory until the exchange is complete
         self._wait = ring.exchange.start(destination, sent, source, received)
         return states
 
 
-class _Returns:
-    """Gradients of keys and values that are sent to the rank of the keys."""
+class _ReturnedGradients:
+    """Gradients of keys and values: sends those of other ranks' keys, and adds received gradients
+    to `grad_key` and `grad_value` of this rank."""
 
     def __init__(self, grad_key: torch.Tensor, grad_value: torch.Tensor, ring: _Ring) -> None:
         self._local, self._ring = (grad_key, grad_value), ring
@@ -215,19 +217,20 @@ class _Returns:
             self._add(ring.plan.block(rank, rank), gradients)
             return
         self.finish()
-        # In the opposite direction of the keys.
+        # Gradients go in the opposite direction of the keys.
         destination, source = ring.source(step), ring.destination(step)
         block = ring.plan.block(source, rank)
-        widths = sum(x.shape[3] for x in self._local)
-        samples, heads = self._local[0].shape[:2]
-        arriving = self._local[0].new_empty(samples * heads * block.num_columns * widths)
+        width_of_both = sum(x.shape[3] for x in self._local)
+        num_samples, num_heads = self._local[0].shape[:2]
+        num_elements = num_samples * num_heads * block.num_columns * width_of_both
+        arriving = self._local[0].new_empty(num_elements)
         sent = torch.cat([x.flatten() for x in gradients]) if gradients[0].numel() else None
         received = arriving if arriving.numel() else None
         self._arriving, self._sent = (block, arriving), sent
         self._wait = ring.exchange.start(destination, sent, source, received)
 
     def finish(self) -> None:
-        """Wait for gradients that arrive, and add them to this rank's gradients."""
+        """Wait for arriving gradients, and add them to this rank's gradients."""
         self._wait()
         self._wait, self._sent = _no_wait, None
         if self._arriving is None:
@@ -238,15 +241,15 @@ class _Returns:
         self._add(block, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
     def _add(self, block: RingBlock, gradients: Sequence[torch.Tensor]) -> None:
+        """Add `gradients`, which have only the columns of `block`, to this rank's gradients."""
         for total, gradient in zip(self._local, gradients, strict=True):
-            passed = 0
-            for start, stop in block.columns:
-                total[:, :, start:stop] += gradient[:, :, passed : passed + stop - start]
-                passed += stop - start
+            parts = gradient.split([stop - start for start, stop in block.columns], dim=2)
+            for (start, stop), part in zip(block.columns, parts, strict=True):
+                total[:, :, start:stop] += part
 
 
 def _no_wait() -> None:
-    pass
+    """Stands for the wait of an exchange that has not begun."""
 
 
 def _select_tokens(states: torch.Tensor, columns: Sequence[Range]) -> torch.Tensor:
@@ -258,13 +261,13 @@ def _select_tokens(states: torch.Tensor, columns: Sequence[Range]) -> torch.Tens
 
 
 def _rows(states: torch.Tensor, piece: AttentionRectangle) -> torch.Tensor:
-    (first, last), (start, stop) = piece.samples, piece.rows
-    return states[first:last, :, start:stop]
+    """Return the view of `states` [B, H, t, ...] in the samples and rows (queries) of `piece`."""
+    return states[slice(*piece.samples), :, slice(*piece.rows)]
 
 
 def _columns(states: torch.Tensor, piece: AttentionRectangle) -> torch.Tensor:
-    (first, last), (start, stop) = piece.samples, piece.columns
-    return states[first:last, :, start:stop]
+    """Return the view of `states` [B, K, n, D] in the samples and columns (keys) of `piece`."""
+    return states[slice(*piece.samples), :, slice(*piece.columns)]
 
 
 def _band(piece: AttentionRectangle) -> Band:

@@ -3,8 +3,8 @@ all-to-all exchanges around it (Ulysses, arXiv 2309.14509), or pass keys and val
 (`bigtrain.models.parallel.ring_attention`), or both: Ulysses in groups of neighbors, each of which
 has one rank in the ring.
 
-It uses transformers' extension points `AttentionInterface` and `AttentionMaskInterface`, so that
-any attention behind them works unchanged, with any mask. DeepSpeed 0.19.8's
+The module uses transformers' extension points `AttentionInterface` and `AttentionMaskInterface`, so
+that any registered attention works unchanged, with any mask. DeepSpeed 0.19.8's
 `UlyssesSPAttentionHF` drops masks: with sdpa, windows and document boundaries are silently ignored.
 
 Shapes: B = samples, T = tokens of a sample, t = T / size tokens of a rank, H = heads.
@@ -63,12 +63,12 @@ _numbers_in_use: set[int] = set()
 
 
 class SequenceParallel:
-    """Makes `model` compute on parts of samples; `close` restores the model's attention.
+    """Division of the samples of `model` among ranks; `close` restores the model.
 
     The ranks of `exchange` share samples: they get equal samples, each rank computes a part, and
-    every forward and backward pass is collective. Several models may be open at a time, such as a
-    student and its teacher. Raises ModelError if the architecture does not take its attention from
-    transformers' registry.
+    every forward and backward pass is collective. Several models may be open at a time, for
+    instance a student and a teacher. Raises ModelError if the architecture does not take its
+    attention from transformers' registry.
     """
 
     def __init__(self, model: PreTrainedModel, exchange: SequenceExchange) -> None:
@@ -76,18 +76,20 @@ class SequenceParallel:
         self.size = exchange.everyone.size
         self._model = model
         self._base = attention_name(model)
+        # Of the full samples of the last `inputs`: document numbers and positions of tokens; for
+        # rings, the edges of the documents of each sample, and plans by ring rank and window.
         self._documents: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._edges: list[list[int]] = []
         self._plans: dict[tuple[int, int | None], RingPlan] = {}
         self._exchanging = True
-        # A thread of the check has its own.
+        # Of this rank's part. The check runs ranks as threads, each with separate values.
         self._own_positions = ContextVar[torch.Tensor | None]("own_positions", default=None)
         self._own_numbers = ContextVar[torch.Tensor | None]("own_numbers", default=None)
         # The registries are global to the process: a student and its teacher each need a name.
         number = next(number for number in count() if number not in _numbers_in_use)
         self._name = IMPLEMENTATION.format(number)
-        # A compiled layer is divided here: exchanges and plans of rings stay outside its graphs.
+        # Exchanges and plans of rings are outside of the graphs of a compiled layer.
         attention = torch.compiler.disable(self._attention, reason="ranks exchange tokens or heads")
         AttentionInterface.register(self._name, attention)
         AttentionMaskInterface.register(self._name, self._mask)
@@ -176,10 +178,11 @@ class SequenceParallel:
     ) -> dict[str, torch.Tensor]:
         """Return the model's inputs for this rank's part of samples, `input_ids` int64 [B, T].
         `position_ids` int64 [B, T] isolate documents; None: each sample is one document. `on_host`:
-        these positions on the host, where they are on a device: a ring plans by them. The masks
-        of the next forward pass are the samples' masks."""
-        # Each attribute is assigned once: threads that share a model bring equal samples, and a
-        # thread may build masks meanwhile (`bigtrain.models.equivalence.sequence_parallel`).
+        these positions on the host, for the plans of a ring, if `position_ids` are on a device. The
+        next forward pass has the masks of these samples."""
+        # Each attribute is assigned once: threads that share a model bring equal samples, and
+        # another thread may read the attributes to build masks in the meantime
+        # (`bigtrain.models.equivalence.sequence_parallel`).
         self._documents = None if position_ids is None else document_numbers(position_ids)
         self._positions = position_ids
         if self.exchange.ring.size > 1:
@@ -188,23 +191,23 @@ class SequenceParallel:
             if positions is None:
                 self._edges = [[0, length]] * num_samples
             else:
-                starts = positions.cpu() == 0
-                starts[:, 0] = True
-                self._edges = [[*row.nonzero().flatten().tolist(), length] for row in starts]
+                is_start = positions.cpu() == 0
+                is_start[:, 0] = True
+                self._edges = [[*row.nonzero().flatten().tolist(), length] for row in is_start]
             self._plans = {}
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
             position_ids = position_ids.expand_as(input_ids)
         ids, positions = self.part(input_ids), self.part(position_ids)
         self._own_positions.set(positions)
-        # Numbers depend on all tokens before.
+        # The model's numbers depend on all earlier tokens of a sample, also on other ranks.
         if self._numbering != PLAIN_NUMBERING:
             numbers = self._numbering.numbers(input_ids, position_ids)
             self._own_numbers.set(self.part(numbers))
         return {
             "input_ids": ids,
             "position_ids": positions,
-            # Without it transformers looks for documents in the positions of a part.
+            # Without a mask transformers would look for documents in the positions of a part.
             "attention_mask": torch.ones_like(ids),
         }
 
@@ -226,7 +229,8 @@ class SequenceParallel:
         return self.part(document_lengths(self._positions))
 
     def _part_of_positions(self) -> torch.Tensor | None:
-        """Return the positions of this rank's tokens [B, t], for models that count themselves."""
+        """Return the positions of this rank's tokens [B, t], for models that count positions
+        themselves."""
         if not self._exchanging:
             return current_positions()
         return self._own_positions.get()
@@ -255,8 +259,8 @@ class SequenceParallel:
             output, _ = base(module, query, key, value, attention_mask, **kwargs)
             return output, None
 
-        # Every rank of Ulysses gets equally many heads: key heads are repeated if there are too
-        # few, and only the sinks of this rank's heads remain.
+        # Every rank of Ulysses gets equally many heads, with the sinks of its heads; key heads are
+        # repeated if there are too few.
         ulysses = self.exchange.ulysses
         heads, key_heads = query.shape[1], key.shape[1]
         if heads % ulysses.size:
@@ -284,7 +288,7 @@ class SequenceParallel:
             scale = kwargs.get("scaling")
             if scale is None:
                 scale = states.query.shape[-1] ** -0.5
-            # Attention by sdpa ignores caps and sinks.
+            # As sdpa, a ring in place of sdpa ignores caps and sinks.
             is_sdpa = self._base in ("sdpa", IMPLEMENTATIONS["sdpa"])
             output = ring_attention(
                 states,
@@ -351,18 +355,21 @@ class SequenceParallel:
         )
 
     def _all_router_logits(self, _module: Module, _args: Any, outputs: Any) -> None:
-        """Append every rank's router logits as if further layers had computed them: the auxiliary
-        loss averages over layers and tokens, so every rank has the loss of full samples."""
+        """Give every rank the router logits of all ranks, as if further layers had computed them:
+        the auxiliary loss is a mean over layers and tokens, so every rank has the loss of full
+        samples."""
         router_logits = getattr(outputs, experts.KEY, None)
         if self._exchanging and router_logits:
             layers = torch.stack(router_logits)
-            everyone = all_to_all(self.exchange.everyone, layers.expand(self.size, *layers.shape))
-            outputs[experts.KEY] = tuple(everyone.flatten(0, 1))
+            copies = layers.expand(self.size, *layers.shape)  # one for each rank
+            layers_by_rank = all_to_all(self.exchange.everyone, copies)
+            outputs[experts.KEY] = tuple(layers_by_rank.flatten(0, 1))
 
     def _exchange_heads(self, states: torch.Tensor) -> torch.Tensor:
         """Split dimension 1 of `states` [B, n, m, D] among the ranks of Ulysses, and join dimension
-        2: [B, n / size, size * m, D]. Exchanges all heads of this rank's tokens [B, H, t, D] for
-        this rank's heads of every token; and back, with tokens before heads."""
+        2: [B, n / size, size * m, D]. Before attention n are heads and m tokens: this rank gets its
+        heads for all tokens. After attention n are tokens and m heads: it gets all heads for its
+        tokens."""
         ulysses = self.exchange.ulysses
         if ulysses.size == 1:
             return states
@@ -371,8 +378,8 @@ class SequenceParallel:
 
 
 class _RankHeads:
-    """An attention module for attention functions that compute a part of the heads: with copied key
-    heads, and with the sinks of the rank's heads (gpt-oss)."""
+    """Attention module as seen by an attention function that computes the heads of a rank: with the
+    groups of repeated key heads, and the sinks of the rank's heads (gpt-oss)."""
 
     def __init__(
         self, module: Module, num_key_value_groups: int, sinks: torch.Tensor | None

@@ -1,6 +1,7 @@
-"""Layout of pipeline stages, observed in one forward pass of a proxy model. No class declares what
-one layer passes to the next, what else layers get, and which parameters come before and after the
-layers (``base_model_pp_plan`` names modules, for half of the architectures)."""
+"""Layout of pipeline stages, observed in one forward pass of a proxy model. No class declares which
+outputs a layer passes to the next layer, which further inputs layers get, and which parameters are
+used before and after the layers (``base_model_pp_plan`` names modules, for half of the
+architectures)."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from transformers import PreTrainedModel
 from bigtrain.errors import ModelError
 
 ArgumentKey = int | str
-"""An argument of a layer's call: its position, or its keyword."""
+"""Position or keyword of an argument in a layer's call."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Outputs of a layer, and the next layer's arguments that receive them. num_outputs: 0 if the
-    layer returns a bare tensor, else the length of the tuple. routes: for each output, its position
-    in the next layer's call; None if it is not passed on."""
+    """Outputs of a layer, and the next layer's arguments that receive them. num_outputs: length of
+    the layer's tuple of outputs; 0 if the layer returns a bare tensor. routes: for each output, the
+    argument of the next layer's call that receives the output; None if there is none."""
 
     num_outputs: int
     routes: tuple[ArgumentKey | None, ...]
@@ -36,12 +37,12 @@ class Handover:
 class StageLayout:
     """Split points of an architecture, and its data between stages.
 
-    layers: name of the module list. handovers: one for each layer but the last. shared: keywords
-    of dicts that layers write and later layers read. tokens_everywhere: whether every stage needs
-    the token ids, because layers get more than the previous layer's output, computed from token
-    ids. prologue, epilogue: names of parameters outside the layers that are needed before the first
-    layer (or, with tokens_everywhere, before any layer), and after the last one; tied parameters
-    are in both.
+    layers: name of the module list. handovers: one for each layer but the last. shared: keywords of
+    dicts that layers write and later layers read. tokens_everywhere: whether every stage needs the
+    token ids, because layers get further inputs that are computed from token ids. prologue: names
+    of parameters outside the layers that are used before the first layer (or, with
+    tokens_everywhere, before any layer). epilogue: names of parameters that are used after the last
+    layer. Tied parameters are in both.
     """
 
     layers: str
@@ -54,18 +55,18 @@ class StageLayout:
 
 
 def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
-    """Return the layout of `model`, from a forward pass of `input_ids` [samples, tokens]. The model
-    is left as it was; pass a proxy model. Raises ModelError if it cannot be split."""
+    """Return the layout of `model`, a proxy model that stays unchanged, from a forward pass of
+    `input_ids` [samples, tokens]. Raises ModelError if the model cannot be split."""
     name = _layer_list(model, input_ids)
     layers = list(model.get_submodule(name).children())
-    calls, logits = _watch(model, layers, input_ids)
+    calls, logits = _record_calls(model, layers, input_ids)
     handovers = tuple(_handover(calls, index) for index in range(len(layers) - 1))
 
     # Layers must not depend on layers before the previous one, other than by its outputs.
     earlier_parameters: list[nn.Parameter] = []
     for index, layer in enumerate(layers):
-        tensors = _further_inputs(calls, index) if index > 0 else ()  # no layer is before the first
-        for tensor in tensors:
+        further_inputs = _further_inputs(calls, index) if index > 0 else ()
+        for tensor in further_inputs:
             gradients = _gradients([tensor], earlier_parameters) if tensor.requires_grad else ()
             if any(gradient is not None for gradient in gradients):
                 raise ModelError(
@@ -81,15 +82,16 @@ def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
         if not parameter_name.startswith(f"{name}.") and parameter.requires_grad
     }
     entering = [tensor for tensor in tensors_in(calls[0].arguments) if tensor.requires_grad]
-    further_inputs = [
+    all_further_inputs = [
         tensor for index in range(1, len(calls)) for tensor in _further_inputs(calls, index)
     ]
-    differentiable = [tensor for tensor in further_inputs if tensor.requires_grad]
+    # Further inputs come from token ids if they depend on parameters, or are the ids themselves.
+    differentiable = [tensor for tensor in all_further_inputs if tensor.requires_grad]
     tokens_everywhere = bool(differentiable) or any(
         tensor.shape == input_ids.shape
         and not tensor.is_floating_point()
         and bool((tensor == input_ids).all())
-        for tensor in further_inputs
+        for tensor in all_further_inputs
     )
     return StageLayout(
         layers=name,
@@ -97,14 +99,15 @@ def find_layout(model: PreTrainedModel, input_ids: torch.Tensor) -> StageLayout:
         handovers=handovers,
         shared=frozenset(key for call in calls for key in call.written),
         tokens_everywhere=tokens_everywhere,
-        prologue=_dependencies([*entering, *differentiable], outside_parameters),
-        epilogue=_dependencies([logits], outside_parameters),
+        prologue=_influential_names([*entering, *differentiable], outside_parameters),
+        epilogue=_influential_names([logits], outside_parameters),
     )
 
 
 @dataclass
 class _Call:
-    """One layer's call. `shared`: entries of the dicts among the arguments before the call."""
+    """One layer's call. shared: entries before the call of the dicts among the arguments, by
+    keyword. written: keywords of the dicts that the call changed."""
 
     arguments: dict[ArgumentKey, Any]
     shared: dict[str, dict[Any, Any]]
@@ -113,23 +116,27 @@ class _Call:
 
 
 def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
-    """Return the module list whose members a forward pass calls once and in order: a list of the
-    pipeline plan, or else the list with most parameters."""
+    """Return the name of the module list whose members a forward pass calls once and in order: a
+    list of the pipeline plan, or else the list with most parameters. Raises ModelError if there is
+    none."""
     lists = {
         name: list(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module)
     }
-    order: dict[str, list[int]] = {name: [] for name in lists}
+    called_indices: dict[str, list[int]] = {name: [] for name in lists}
+
+    def record(name: str, index: int, *_: Any) -> None:
+        called_indices[name].append(index)
+
     with ExitStack() as hooks, torch.no_grad():
         for name, members in lists.items():
             for index, member in enumerate(members):
-                record = partial(lambda calls, number, *_: calls.append(number), order[name], index)
-                hooks.enter_context(member.register_forward_pre_hook(record))
+                hooks.enter_context(member.register_forward_pre_hook(partial(record, name, index)))
         model(input_ids=input_ids, use_cache=False)
 
-    # Lists whose members were all called once, in their order.
-    fitting = [name for name, members in lists.items() if order[name] == list(range(len(members)))]
+    # Keep the lists whose members were all called once, in their order.
+    fitting = [n for n, members in lists.items() if called_indices[n] == [*range(len(members))]]
     planned = set[str](getattr(model.config, "base_model_pp_plan", None) or {})
     if not fitting:
         raise ModelError(
@@ -144,10 +151,10 @@ def _layer_list(model: PreTrainedModel, input_ids: torch.Tensor) -> str:
     return layer_list
 
 
-def _watch(
+def _record_calls(
     model: PreTrainedModel, layers: list[nn.Module], input_ids: torch.Tensor
 ) -> tuple[list[_Call], torch.Tensor]:
-    """Return the layers' calls in a forward pass, and its logits, detached from the layers."""
+    """Return the layers' calls in a forward pass, and the logits, detached from the layers."""
     calls: list[_Call] = []
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -159,11 +166,13 @@ def _watch(
     def after(layer: nn.Module, _: Any, outputs: Any) -> Any:
         call = calls[-1]
         call.outputs = outputs
-        for key, entries in call.shared.items():
-            now = call.arguments[key]
-            if now.keys() != entries.keys() or any(now[k] is not entries[k] for k in entries):
-                call.written.add(key)
-        return _detached(outputs) if layer is layers[-1] else None
+        for keyword, entries in call.shared.items():
+            after_call = call.arguments[keyword]
+            if after_call.keys() != entries.keys() or any(
+                after_call[key] is not entries[key] for key in entries
+            ):
+                call.written.add(keyword)
+        return _detached(outputs) if layer is layers[-1] else None  # None: outputs stay
 
     with ExitStack() as hooks, torch.enable_grad():
         for layer in layers:
@@ -174,6 +183,7 @@ def _watch(
 
 
 def _detached(outputs: Any) -> Any:
+    """Return a layer's `outputs` with tensors detached from the graph."""
     if torch.is_tensor(outputs):
         return outputs.detach()
     if isinstance(outputs, (tuple, list)):
@@ -182,34 +192,39 @@ def _detached(outputs: Any) -> Any:
 
 
 def _handover(calls: list[_Call], index: int) -> Handover:
-    outputs, following = calls[index].outputs, calls[index + 1].arguments
+    """Return how layer `index` passes outputs to the next layer. Raises ModelError if the next
+    layer does not get the first output."""
+    outputs, next_arguments = calls[index].outputs, calls[index + 1].arguments
     is_sequence = isinstance(outputs, (tuple, list))
-    parts = outputs if is_sequence else (outputs,)
-    routes = tuple(
-        next((argument_key for argument_key, value in following.items() if value is part), None)
-        if part is not None
-        else None
-        for part in parts
-    )
+    output_values = outputs if is_sequence else (outputs,)
+
+    def route(output: Any) -> ArgumentKey | None:
+        if output is None:
+            return None
+        return next((key for key, value in next_arguments.items() if value is output), None)
+
+    routes = tuple(map(route, output_values))
     if routes[0] is None:
         raise ModelError(
             f"what layer {index} returns is changed before layer {index + 1} is given it"
         )
-    return Handover(len(parts) if is_sequence else 0, routes)
+    return Handover(len(output_values) if is_sequence else 0, routes)
 
 
 def _further_inputs(calls: list[_Call], index: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors that layer `index` gets and that the previous layer does not pass on."""
-    handed = {id(tensor) for tensor in tensors_in(calls[index - 1].outputs)}
+    """Yield the tensors that layer `index` gets, except outputs of the previous layer and tensors
+    in dicts that layers write."""
+    output_ids = {id(tensor) for tensor in tensors_in(calls[index - 1].outputs)}
     written = set().union(*(call.written for call in calls))
     for argument_key, value in calls[index].arguments.items():
         if argument_key not in written:
-            yield from (tensor for tensor in tensors_in(value) if id(tensor) not in handed)
+            yield from (tensor for tensor in tensors_in(value) if id(tensor) not in output_ids)
 
 
-def _dependencies(
+def _influential_names(
     tensors: list[torch.Tensor], outside_parameters: dict[str, nn.Parameter]
 ) -> frozenset[str]:
+    """Return the names of the parameters on which `tensors` depend."""
     gradients = _gradients(tensors, list(outside_parameters.values()))
     return frozenset(
         name
@@ -221,10 +236,11 @@ def _dependencies(
 def _gradients(
     tensors: list[torch.Tensor], parameters: list[nn.Parameter]
 ) -> tuple[torch.Tensor | None, ...]:
-    total = [tensor.sum() for tensor in tensors if tensor.requires_grad and tensor.numel()]
-    if not total or not parameters:
+    """Return the gradients of the sum of `tensors` by `parameters`; None without a dependence."""
+    sums = [tensor.sum() for tensor in tensors if tensor.requires_grad and tensor.numel()]
+    if not sums or not parameters:
         return (None,) * len(parameters)
-    return torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+    return torch.autograd.grad(sums, parameters, allow_unused=True, retain_graph=True)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,10 +1,10 @@
 """One pipeline stage of any Hugging Face model with a causal LM head or a score head: the full
 model with most layers replaced.
 
-The layer before the stage's first layer returns what the previous stage sent, and the layer after
-its last layer ends the forward pass with what the next stage needs. So names, indices, masks,
-rotary embeddings, multipliers and the head are unchanged. Parameters outside the layers that a
-stage does not need are zeros without memory.
+A replacement of the layer before the stage's first layer returns the payload of the previous stage,
+and a replacement of the layer after the stage's last layer ends the forward pass with the payload
+for the next stage. So names, indices, masks, rotary embeddings, multipliers and the head are
+unchanged. Parameters outside the layers that a stage does not need are zeros without memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from bigtrain.models.transformers_patches import mark_initialized
 
 @dataclass(frozen=True)
 class Payload:
-    """Message of a stage to the next: a layer's outputs, and the dicts that layers write.
-    router_logits: of the layers so far, stacked, if the model's loss is computed from them."""
+    """Message of a stage to the next. outputs: of the stage's last layer. shared: dicts that layers
+    write, by the name of the layers' argument. router_logits: of the layers so far, stacked, if the
+    model computes a loss from them."""
 
     outputs: tuple[Any, ...]
     shared: dict[str, dict[Any, Any]]
@@ -47,9 +48,9 @@ class Payload:
 
 
 class LayerPlaceholder(nn.Module):
-    """Replaces a layer of another stage. Has the plain attributes of the layer and the class.
-    absent: what modules and parameters of the layer are, if set
-    (`bigtrain.models.build.initialize_weights`)."""
+    """Replaces a layer of another stage. Has the plain attributes of the layer and of the layer's
+    class. absent: if set, the value of every other attribute, such as the layer's modules and
+    parameters (`bigtrain.models.build.initialize_weights`)."""
 
     is_placeholder = True
 
@@ -80,12 +81,14 @@ class LayerPlaceholder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument, in the form of the layer's outputs; its values are unused."""
         hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
-        count = self._handover.num_outputs if self._handover is not None else 0
-        return (hidden,) + (None,) * (count - 1) if count else hidden
+        num_outputs = self._handover.num_outputs if self._handover is not None else 0
+        # 0 outputs: the layer returns a tensor, not a tuple.
+        return (hidden,) + (None,) * (num_outputs - 1) if num_outputs else hidden
 
 
 class StageInput(LayerPlaceholder):
-    """Replaces the layer before a stage's first layer: returns what the previous stage sent."""
+    """Replaces the layer before a stage's first layer: returns the outputs in `received`, the
+    payload of the previous stage."""
 
     received: Payload | None = None
 
@@ -101,13 +104,17 @@ class StageInput(LayerPlaceholder):
         return outputs if self._handover.num_outputs else outputs[0]  # 0: a tensor, not a tuple
 
 
-class _Stop(Exception):
+class _StageEnd(Exception):
+    """Ends the model's forward pass after a stage's last layer."""
+
     def __init__(self, payload: Payload) -> None:
         self.payload = payload
 
 
 class StageOutput(LayerPlaceholder):
-    """Replaces the layer after a stage's last layer: ends the forward pass with its arguments."""
+    """Replaces the layer after a stage's last layer: ends the forward pass with a payload made of
+    the layer's arguments. previous: how the stage's last layer passes outputs to this layer.
+    shared: names of the arguments that are dicts which layers write."""
 
     def __init__(self, layer: nn.Module, previous: Handover, shared: frozenset[str]) -> None:
         super().__init__(layer, None)
@@ -115,20 +122,22 @@ class StageOutput(LayerPlaceholder):
         self._shared = shared
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        def argument(argument_key: int | str | None) -> Any:
-            if argument_key is None:
+        def argument(position_or_name: int | str | None) -> Any:
+            if position_or_name is None:  # an output that this layer does not get
                 return None
-            return args[argument_key] if isinstance(argument_key, int) else kwargs[argument_key]
+            if isinstance(position_or_name, int):
+                return args[position_or_name]
+            return kwargs[position_or_name]
 
         shared = {
             key: dict(value)
             for key, value in kwargs.items()
             if key in self._shared and isinstance(value, (dict, UserDict))
         }
-        outputs = tuple(argument(argument_key) for argument_key in self._previous.routes)
+        outputs = tuple(argument(route) for route in self._previous.routes)
         routers = recorded()
         # One tensor, since every tensor is a message.
-        raise _Stop(Payload(outputs, shared, torch.stack(routers) if routers else None))
+        raise _StageEnd(Payload(outputs, shared, torch.stack(routers) if routers else None))
 
 
 class Stage(nn.Module):
@@ -142,9 +151,10 @@ class Stage(nn.Module):
         super().__init__()
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(cuts) - 2
-        # A score head looks for the last token of every row; embeddings of other stages are zeros.
-        finds_end = self.is_last and has_score_head(model)
-        self.needs_tokens = self.is_first or finds_end or layout.tokens_everywhere
+        # A score head looks for the last token of every row. Without tokens, a stage computes from
+        # embeddings of zeros.
+        needs_row_ends = self.is_last and has_score_head(model)
+        self.needs_tokens = self.is_first or needs_row_ends or layout.tokens_everywhere
         # Gradients of parameters on more than one stage must be summed.
         stages_by_name = stages_of_parameters(model, layout, cuts)
         self.stages_by_shared_name = {
@@ -158,11 +168,11 @@ class Stage(nn.Module):
                     "and no placeholder exists for a weight in 4 bits on the other stages -> "
                     "parallel.pipeline=1, or adapters.quantization=none"
                 )
-        # Read before the embedding is removed.
+        # The width is read before the embedding is removed.
         embedding = model.get_input_embeddings()
         width = getattr(embedding, "embedding_dim", None)
         self._width = int(width or model.config.get_text_config().hidden_size)
-        keep = {name for name, stages in stages_by_name.items() if index in stages}
+        kept_names = {name for name, stages in stages_by_name.items() if index in stages}
         # Layers of other stages become placeholders; the stage's edges receive and return payloads.
         layers: Any = model.get_submodule(layout.layers)
         start, stop = cuts[index], cuts[index + 1]
@@ -179,7 +189,7 @@ class Stage(nn.Module):
                 layers[number] = StageOutput(layer, layout.handovers[stop - 1], layout.shared)
             else:
                 layers[number] = LayerPlaceholder(layer, handover)
-        _hollow_out(model, keep)
+        _remove_other_parameters(model, kept_names)
         self.model = model
 
     def forward(
@@ -204,7 +214,7 @@ class Stage(nn.Module):
             self._entry.received = payload
         try:
             return self.model(**inputs)
-        except _Stop as stop:
+        except _StageEnd as stop:
             return stop.payload
         finally:
             if self._entry is not None:
@@ -221,49 +231,57 @@ def stages_of_parameters(
     prefix = f"{layout.layers}."
     for names in names_of(model.named_parameters(remove_duplicate=False)).values():
         parameter = parameter_of(model, names[0])
-        layers = {int(n.removeprefix(prefix).split(".")[0]) for n in names if n.startswith(prefix)}
-        stages = {bisect_right(cuts, layer) - 1 for layer in layers}
+        layer_paths = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        layer_indices = {int(path.split(".")[0]) for path in layer_paths}
+        stages = {bisect_right(cuts, layer_index) - 1 for layer_index in layer_indices}
         if len(stages) > 1:
             raise ModelError(f"layers of different stages share the parameter {names[0]}")
-        weight = weight_of(names[0])  # the layout is of the model without adapters
-        if weight in layout.prologue:
+        weight_name = weight_of(names[0])  # the layout is of the model without adapters
+        if weight_name in layout.prologue:
             stages |= set(range(last + 1)) if layout.tokens_everywhere else {0}
-        if weight in layout.epilogue:
+        if weight_name in layout.epilogue:
             stages.add(last)
         if not parameter.requires_grad and not stages:
-            stages = set(range(last + 1))  # frozen: found by no gradient
+            # The layout comes from gradients, so it lacks frozen parameters: any stage may need it.
+            stages = set(range(last + 1))
         # A parameter that nothing depends on is on the first stage, to be saved.
         stages_by_name[names[0]] = tuple(sorted(stages or {0}))
     return stages_by_name
 
 
-def _hollow_out(model: PreTrainedModel, keep: set[str]) -> None:
-    """Remove every parameter that is not in `keep`, by first name; its module stays callable."""
-    first_name = {
+def _remove_other_parameters(model: PreTrainedModel, kept_names: set[str]) -> None:
+    """Replace every parameter whose first name is not in `kept_names` by zeros without memory, so
+    that the parameter's module stays callable."""
+    first_names = {
         name: names[0]
         for names in names_of(model.named_parameters(remove_duplicate=False)).values()
         for name in names
     }
-    # Properties return zeros (one stored element) in the dtype and on the device that `like`, a
-    # parameter of the stage, has when the property is read.
-    like = next(p for name, p in model.named_parameters() if name in keep and p.is_floating_point())
+    # The zeros (one stored element) have the dtype and device that a parameter of the stage has
+    # when the property is read.
+    kept_parameter = next(
+        parameter
+        for name, parameter in model.named_parameters()
+        if name in kept_names and parameter.is_floating_point()
+    )
 
-    def zeros_of(shape: torch.Size) -> Callable[[nn.Module], torch.Tensor]:
+    def zeros_property(shape: torch.Size) -> property:
         def zeros(_: nn.Module) -> torch.Tensor:
-            tensor = torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
+            zero = torch.zeros((), dtype=kept_parameter.dtype, device=kept_parameter.device)
+            tensor = zero.expand(shape)
             mark_initialized(tensor)
             return tensor
 
-        return zeros
+        return property(zeros)
 
     for prefix, module in list(model.named_modules()):
-        drop = {
+        removed = {
             name: parameter
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if first_name[f"{prefix}.{name}" if prefix else name] not in keep
+            if first_names[f"{prefix}.{name}" if prefix else name] not in kept_names
         }
-        if drop:
-            for name in drop:
+        if removed:
+            for name in removed:
                 delattr(module, name)
-            properties = {n: property(zeros_of(p.shape)) for n, p in drop.items()}
+            properties = {name: zeros_property(p.shape) for name, p in removed.items()}
             give_properties(module, properties, is_hollow=True)

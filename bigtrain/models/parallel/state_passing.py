@@ -1,17 +1,18 @@
 """Recurrent layers of sequence-parallel ranks: states pass from rank to rank, and convolutions get
-the tokens before.
+the tokens before a rank's tokens.
 
-Every rank computes its tokens from nothing, all ranks exchange a state and a factor for each span
-in one all-gather, whose bytes do not depend on the number of tokens, and every rank corrects the
-outputs of the documents that it continues (`bigtrain.models.parallel.transfers`).
+Every rank computes its tokens from a zero state. All ranks exchange a state and a factor for each
+span in one all-gather, whose bytes do not depend on the number of tokens, and every rank corrects
+the outputs of the documents that it continues (`bigtrain.models.parallel.transfers`).
 
-The backward pass of an all-gather is an all-to-all, which every rank must take part in: what a rank
-computes passes through the all-gather, whether or not the rank uses what it received.
+The backward pass of an all-gather is an all-to-all, in which every rank must take part. So a rank's
+results pass through the all-gather, whether or not the rank uses the received values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ KeyT = TypeVar("KeyT")
 
 class StatePassing:
     """Computes the functions of recurrent layers on the tokens of a rank of `exchange`. places:
-    every rank's ranges in a sample of a length. All calls are collective."""
+    maps the length of a sample to every rank's ranges in the sample. All calls are collective."""
 
     def __init__(
         self, exchange: Exchange, places: Callable[[int], Sequence[Sequence[Range]]]
@@ -50,7 +51,7 @@ class StatePassing:
         edges = [[0, length]] * num_samples if documents is None else documents.edges_by_sample()
         plan = SpanPlan(self._places(length), edges)
         outputs = _Outputs(call)
-        if not plan.crosses:  # known to every rank: none exchanges
+        if not plan.crosses:  # equal on every rank, so that no rank exchanges
             outputs.compute_first_pieces(plan.pieces(self._exchange.rank))
             return outputs.joined()
         if call.function.kind == CONVOLUTION:
@@ -58,26 +59,27 @@ class StatePassing:
         return self._scan(call, plan, outputs)
 
     def _convolve(self, call: Call, plan: SpanPlan, outputs: _Outputs) -> torch.Tensor:
-        """Prepend the tokens before to the pieces that continue a document."""
+        """Return the output of a convolution: pieces that continue a document get the tokens before
+        them from other ranks."""
         pieces = plan.pieces(self._exchange.rank)
         num_before: int = call.rest["weight"].shape[-1] - 1
         # The last inputs of every span: [B, spans, kernel size - 1, C], or all of shorter spans.
         ((name, x),) = call.tensors.items()
         ends = [piece.start + piece.length for piece in pieces if piece.is_last]
         span_tokens = min(stop - start for start, stop in plan.places[0])
-        tail = min(num_before, span_tokens)
-        tokens = torch.tensor([range(end - tail, end) for end in ends])
+        tail_tokens = min(num_before, span_tokens)
+        tokens = torch.tensor([range(end - tail_tokens, end) for end in ends])
         tokens = tokens.to(x.device, non_blocking=True)
-        tails = x.index_select(0, tokens.flatten()).unflatten(0, (call.shape[0], -1, tail))
+        tails = x.index_select(0, tokens.flatten()).unflatten(0, (call.shape[0], -1, tail_tokens))
         gathered, x = gather(self._exchange, tails, x)
         call.tensors[name] = x
         outputs.compute_first_pieces([piece for piece in pieces if not piece.depth])
 
-        # Pieces with equally many tokens before them are computed together.
-        heads = [piece for piece in pieces if piece.depth]
+        # Pieces of equal length with equally many tokens before them (halos) are computed together.
+        continuing = [piece for piece in pieces if piece.depth]
         order = plan.order
         for (num_halo, _), group in _grouped(
-            heads, lambda piece: (min(num_before, piece.depth), piece.length)
+            continuing, lambda piece: (min(num_before, piece.depth), piece.length)
         ):
             halos = []
             for piece in group:
@@ -90,60 +92,58 @@ class StatePassing:
         return outputs.joined()
 
     def _scan(self, call: Call, plan: SpanPlan, outputs: _Outputs) -> torch.Tensor:
-        """Compute all pieces from nothing, and correct the pieces that continue a document."""
-        factor_kind, rank = call.function.kind, self._exchange.rank
+        """Return the output of a function with a state: compute all pieces from a zero state, and
+        correct the pieces that continue a document."""
+        function_kind, rank = call.function.kind, self._exchange.rank
+        num_samples, num_spans = call.shape[0], len(plan.places[rank])
         pieces = plan.pieces(rank)
-        num_spans = len(plan.places[rank])
+        # Last state, and factor if the document began before, by sample and span.
         states: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
-        corrections: list[tuple[list[SpanPiece], Transfer]] = []
+        transfers: list[tuple[list[SpanPiece], Transfer]] = []
         for _, group in _grouped([p for p in pieces if p.depth], lambda piece: piece.length):
             moved = transfer(call, outputs.tensors_of(group))
             outputs.add(group, moved.output)
-            corrections.append((group, moved))
+            transfers.append((group, moved))
             for piece, state, factor in zip(group, moved.state, moved.factor, strict=True):
                 if piece.is_last:
                     states[piece.row, piece.span] = state, factor
-        last = [piece for piece in pieces if piece.is_last and not piece.depth]
-        for _, group in _grouped(last, lambda piece: piece.length):
+        first_and_last = [piece for piece in pieces if piece.is_last and not piece.depth]
+        for _, group in _grouped(first_and_last, lambda piece: piece.length):
             output, group_states = from_nothing(call, outputs.tensors_of(group))
             outputs.add(group, output)
             states |= {(p.row, p.span): (s, None) for p, s in zip(group, group_states, strict=True)}
         outputs.compute_first_pieces([p for p in pieces if not p.depth and not p.is_last])
 
-        # State and factor of every span, which is 0 where a document begins in it.
-        state = next(iter(states.values()))[0]
-        shape = factor_shape(factor_kind, state[None])
-        zero = state.new_zeros(shape)
-        packed = torch.stack(
-            [
-                torch.cat([s.flatten(), (zero if a is None else a).flatten()])
-                for s, a in (
-                    states[row, n] for row in range(call.shape[0]) for n in range(num_spans)
-                )
-            ]
-        ).unflatten(0, (call.shape[0], num_spans))
+        # Exchange the state and factor of every span. The factor is 0 where a document begins.
+        any_state, _ = next(iter(states.values()))
+        shape = factor_shape(function_kind, any_state[None])
+        zero = any_state.new_zeros(shape)
+        packed_spans = []
+        for row, span in product(range(num_samples), range(num_spans)):
+            state, span_factor = states[row, span]
+            factor = zero if span_factor is None else span_factor
+            packed_spans.append(torch.cat([state.flatten(), factor.flatten()]))
+        packed = torch.stack(packed_spans).unflatten(0, (num_samples, num_spans))
         gathered, joined = gather(self._exchange, packed, outputs.joined())
 
-        # The state at the start of each span of this rank: [B, ...].
+        # Follow the state [B, ...] along the sample to the start of each span of this rank.
         incoming: dict[int, torch.Tensor] = {}
         current: torch.Tensor | None = None
-        for span_rank, number in plan.order:
+        for span_rank, span in plan.order:
             if span_rank == rank and current is not None:
-                incoming[number] = current
-            sent_state, sent_factor = gathered[span_rank, :, number].split(
-                (state.numel(), zero.numel()), 1
+                incoming[span] = current
+            span_state, factor = gathered[span_rank, :, span].split(
+                (any_state.numel(), zero.numel()), 1
             )
-            sent_state = sent_state.unflatten(1, state.shape)
+            span_state = span_state.unflatten(1, any_state.shape)
             if current is None:
-                current = sent_state
+                current = span_state
             else:
-                current = (
-                    advance(factor_kind, sent_factor.unflatten(1, shape), current) + sent_state
-                )
-        for group, moved in corrections:
-            start = torch.stack([incoming[piece.span][piece.row] for piece in group])
-            added = moved.correction(start).flatten(0, 1).to(joined.dtype)
-            joined = joined.index_add(0, outputs.tokens_of(group).flatten(), added)
+                current = advance(function_kind, factor.unflatten(1, shape), current) + span_state
+        for group, moved in transfers:
+            start_states = torch.stack([incoming[piece.span][piece.row] for piece in group])
+            correction = moved.correction(start_states).flatten(0, 1).to(joined.dtype)
+            joined = joined.index_add(0, outputs.tokens_of(group).flatten(), correction)
         return joined
 
 
@@ -166,6 +166,7 @@ class _Outputs:
         return self._take(self.tokens_of(pieces))
 
     def _take(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the arguments [..., C] of the tokens with numbers `tokens` [...]."""
         return {
             name: x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
             for name, x in self._call.tensors.items()
@@ -177,15 +178,15 @@ class _Outputs:
         self._outputs.append(output.flatten(0, 1))
 
     def compute_first_pieces(self, pieces: Sequence[SpanPiece]) -> None:
-        """Add the outputs of pieces that begin a document, before which there is no state. The
-        states after the pieces are not kept."""
+        """Add the outputs of pieces that begin a document, and so start from a zero state. The
+        states after the pieces are dropped."""
         starts, lengths = [p.start for p in pieces], [p.length for p in pieces]
         for batch in batches_of(starts, lengths):
             padded_tokens = batch.tokens()
             arguments = self._take(padded_tokens.to(self._device, non_blocking=True))
             padded_output = self._call.output(arguments).flatten(0, 1)
-            # The padding is found on the host: on a device, the host would have to wait until the
-            # tokens are counted.
+            # Padding is removed by indices from the host: `nonzero` on a device makes the host
+            # wait.
             is_token = batch.is_token()
             tokens = padded_tokens[is_token].to(self._device, non_blocking=True)
             rows = is_token.flatten().nonzero().flatten().to(self._device, non_blocking=True)
@@ -201,6 +202,7 @@ class _Outputs:
 def _grouped(
     pieces: Iterable[SpanPiece], key: Callable[[SpanPiece], KeyT]
 ) -> Iterable[tuple[KeyT, list[SpanPiece]]]:
+    """Return the groups of `pieces` with an equal `key`, each with the key."""
     groups: dict[KeyT, list[SpanPiece]] = {}
     for piece in pieces:
         groups.setdefault(key(piece), []).append(piece)
@@ -229,9 +231,10 @@ class _Gather(torch.autograd.Function):
 def gather(
     exchange: Exchange, values: torch.Tensor, through: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `values` of every rank, [ranks, ...], and `through` unchanged. Collective, and so
-    is the backward pass, which runs on every rank whose loss depends on `through`, also if all
-    parameters before it are frozen."""
+    """Return the `values` of every rank, [ranks, ...], and `through` unchanged. Forward and
+    backward pass are collective. The backward pass runs on every rank whose loss depends on
+    `through`, also if all earlier parameters are frozen."""
+    # A leaf with a gradient, without which autograd would skip the backward pass.
     leaf = torch.zeros((), device=values.device, requires_grad=True)
     gathered, passed = _Gather.apply(leaf, exchange, values, through)  # type: ignore[no-untyped-call]
     return gathered, passed

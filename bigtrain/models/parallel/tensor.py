@@ -1,10 +1,10 @@
 """Tensor parallelism of any Hugging Face causal LM by the model's plan.
 
 The plan (``base_model_tp_plan`` of the configuration, ``_tp_plan`` of class and instance) gives
-modules and parameters a style. Every style that transformers 5.23 registers is implemented on plain
-local tensors (transformers' code uses DTensors, which ZeRO does not support), except
-`sequence_parallel`, which no plan uses. `bigtrain.models.equivalence.tensor_parallel` tests whether
-a plan is right.
+modules and parameters a style. This module implements every style that transformers 5.23 registers,
+except `sequence_parallel`, which no plan uses, on plain local tensors: transformers' code uses
+DTensors, which ZeRO does not support. `bigtrain.models.equivalence.tensor_parallel` tests whether a
+plan is right.
 """
 
 from __future__ import annotations
@@ -85,31 +85,36 @@ ADAPTED = _COLWISE | _ROWWISE | {"mla_kv_a_proj", "replicate"}
 def tensor_plan(model: PreTrainedModel, adapted: Collection[str] = ()) -> Plan:
     """Return the style of every module and parameter by concrete name, parameters before their
     module. Call it before a pipeline stage removes layers. `adapted`: names of layers that will get
-    adapters: recurrent layers with adapters are not divided by heads. Raises ModelError for an
-    architecture without a plan."""
+    adapters, since recurrent layers with adapters are not divided by heads. Raises ModelError for
+    an architecture without a plan."""
     rules = dict(model.tp_plan or {})
     plan = expanded_plan(model, rules)
     if has_adapters(model):
         # Layers that peft has wrapped, by their names in the model without adapters.
-        names = [base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-        styles = {name: style_of(rules, name, is_parameter=True) for name in names}
-        styles |= {n: style_of(rules, n, is_parameter=False) for n in computing_modules(model)}
-        plan = {**{n: style for n, style in styles.items() if style is not None}, **plan}
+        parameter_names = [
+            base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
+        ]
+        styles = {name: style_of(rules, name, is_parameter=True) for name in parameter_names}
+        for name in computing_modules(model):
+            styles[name] = style_of(rules, name, is_parameter=False)
+        plan = {**{name: style for name, style in styles.items() if style is not None}, **plan}
     plan |= recurrent_plan(model, adapted)
     # If only the head or only the embedding that is tied to the head has a rule, both get one.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and embedding is not None and head.weight is embedding.weight:
-        (head_name, *_), (table, *_) = _names_of(model, head), _names_of(model, embedding)
-        if plan.get(head_name) in _GATHERED and table not in plan:
-            plan |= {f"{table}.weight": "embedding_rowwise", table: "embedding_rowwise"}
-        elif plan.get(table) == "embedding_rowwise" and head_name not in plan:
+        head_name, *_ = _names_of(model, head)
+        table_name, *_ = _names_of(model, embedding)
+        if plan.get(head_name) in _GATHERED and table_name not in plan:
+            plan |= {f"{table_name}.weight": "embedding_rowwise", table_name: "embedding_rowwise"}
+        elif plan.get(table_name) == "embedding_rowwise" and head_name not in plan:
             for leaf, _ in head.named_parameters(recurse=False):
                 plan[f"{head_name}.{leaf}"] = "colwise_gather_output"
             plan[head_name] = "colwise_gather_output"
-    # A plan for only the head and the embedding is none.
-    heads = _names_of(model, output_layer(model))
-    inputs = _names_of(model, model.get_input_embeddings())
-    if not {name.rpartition(".")[0] for name in plan} - {*heads, *inputs, ""}:
+    # A plan for only the head and the embedding divides no layer.
+    head_names = _names_of(model, output_layer(model))
+    embedding_names = _names_of(model, model.get_input_embeddings())
+    parents = {name.rpartition(".")[0] for name in plan}
+    if not parents - {*head_names, *embedding_names, ""}:
         raise ModelError(
             f"parallel.tensor: transformers has no tensor-parallel plan for model_type "
             f"{model.config.model_type} -> parallel.tensor=1, and ZeRO 3 for models too large for "
@@ -127,7 +132,9 @@ def known_plan(model: PreTrainedModel, adapted: Collection[str] = ()) -> Plan:
 
 
 def _names_of(model: nn.Module, module: nn.Module | None) -> list[str]:
-    return [n for n, m in model.named_modules(remove_duplicate=False) if m is module]
+    """Return all names of `module` in `model`; several for a shared module."""
+    named_modules = model.named_modules(remove_duplicate=False)
+    return [name for name, candidate in named_modules if candidate is module]
 
 
 def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
@@ -142,6 +149,7 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     modules = computing_modules(model)
     adapted = set(adapted_names(model))
+    # Tag the parameters, and complete the gradients of parameters that several ranks hold.
     for name, style, parameter in _styled_parameters(model, plan):
         if is_expert(parameter):
             continue
@@ -159,6 +167,7 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
             parameter.register_hook(lambda gradient: summed(gradient, group))
         if parameter.requires_grad and _is_shared_key_value(model, name, style, size):
             parameter.register_hook(_sum_of_holders(shard, group))
+    # Replace the forwards.
     if has_adapters(model):
         cut_stacked_adapters(model, group)
     for name, layer, division in list(recurrent_divisions(model)):
@@ -171,22 +180,23 @@ def shard_model(model: PreTrainedModel, plan: Plan, group: Group) -> None:
             _cut_adapted(model, name, modules[name], style, group)
         else:
             _wrap(model, name, modules[name], style, group)
-    # Where ranks share key-value heads, fewer query heads per key-value head are left on a rank.
-    heads = _key_value_heads(model, size)
-    if not heads:
+    # If several ranks share a key-value head, each has a part of its query heads.
+    num_heads = _shared_key_value_heads(model, size)
+    if not num_heads:
         return
+    num_holders = size // num_heads
     for name in plan:
         parent, _, leaf = name.rpartition(".")
         if leaf != "k_proj" or name not in modules or plan[name] != "colwise":
             continue
         attention: Any = modules[parent]
         groups = getattr(attention, "num_key_value_groups", None)
-        if not isinstance(groups, int) or groups % (size // heads):
+        if not isinstance(groups, int) or groups % num_holders:
             raise ModelError(
-                f"parallel.tensor: {parent}: {heads} key-value heads cannot be shared by {size} "
-                f"ranks -> parallel.tensor={heads}"
+                f"parallel.tensor: {parent}: {num_heads} key-value heads cannot be shared by "
+                f"{size} ranks -> parallel.tensor={num_heads}"
             )
-        attention.num_key_value_groups = groups // (size // heads)
+        attention.num_key_value_groups = groups // num_holders
 
 
 def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
@@ -199,6 +209,7 @@ def check_shards(model: PreTrainedModel, plan: Plan, size: int) -> None:
 def _styled_parameters(
     model: PreTrainedModel, plan: Plan
 ) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield every parameter with its name in the model without adapters and its style."""
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
         name = base_name(full_name)
         yield name, plan.get(name, "replicate"), parameter
@@ -207,6 +218,7 @@ def _styled_parameters(
 def _shard_of_style(
     model: PreTrainedModel, name: str, style: str, shape: tuple[int, ...], *, rank: int, size: int
 ) -> Shard:
+    """Return the shard that `rank` of `size` ranks holds of a parameter with this `shape`."""
     full_shard = Shard(shape, primary=rank == 0)
     if style in _UNSHARDED or not shape:
         return full_shard
@@ -229,16 +241,18 @@ def _shard_of_style(
 
     # Outputs that are gathered are padded; key and value heads may be shared by several ranks.
     if style in _GATHERED or style.startswith("embedding"):
-        span, rows = padded_range(shape[dim], size, rank)
-        return Shard(shape, dim, (span,) if span[0] < span[1] else (), rows, primary=True)
+        (begin, end), padded_rows = padded_range(shape[dim], size, rank)
+        rows = ((begin, end),) if begin < end else ()
+        return Shard(shape, dim, rows, padded_rows, primary=True)
     if _is_shared_key_value(model, name, style, size):
-        heads = _key_value_heads(model, size)
-        holders, width = size // heads, shape[dim] // heads
-        head = rank // holders
-        span = (head * width, (head + 1) * width)
-        return Shard(shape, dim, (span,), width, primary=rank % holders == 0)
+        num_heads = _shared_key_value_heads(model, size)
+        num_holders, head_width = size // num_heads, shape[dim] // num_heads
+        head = rank // num_holders
+        span = (head * head_width, (head + 1) * head_width)
+        return Shard(shape, dim, (span,), head_width, primary=rank % num_holders == 0)
 
-    # All other shards have no padding. They may differ in width, except around a dropout.
+    # Other shards have no padding. They may differ in width, except around a dropout. A packed
+    # parameter consists of two matrices, each of which is split.
     packed = 2 if style.startswith("packed") else 1
     width = shape[dim] // packed
     dropout = _inner_dropout(model, name) if width % size else None
@@ -258,9 +272,10 @@ def _shard_of_style(
     unit = GROUPED_UNIT if is_stacked else 1
     if width % unit or width // unit < size:
         unit = 1
-    start, stop = (edge * unit for edge in even_ranges(width // unit, size, rank))
-    ranges = tuple((n * width + start, n * width + stop) for n in range(packed))
-    return Shard(shape, dim, ranges, packed * (stop - start), primary=True)
+    first_unit, end_unit = even_ranges(width // unit, size, rank)
+    begin, end = first_unit * unit, end_unit * unit
+    ranges = tuple((n * width + begin, n * width + end) for n in range(packed))
+    return Shard(shape, dim, ranges, packed * (end - begin), primary=True)
 
 
 def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
@@ -282,27 +297,31 @@ def _inner_dropout(model: PreTrainedModel, name: str) -> str | None:
 # --- fewer key-value heads than ranks: several ranks share a head ---
 
 
-def _key_value_heads(model: PreTrainedModel, size: int) -> int:
-    """Return the number of key-value heads if it is below `size` and divides it; else 0."""
-    heads = getattr(text_config(model.config), "num_key_value_heads", None)
-    return heads if isinstance(heads, int) and heads < size and size % heads == 0 else 0
+def _shared_key_value_heads(model: PreTrainedModel, size: int) -> int:
+    """Return the number of key-value heads if each is shared by several of `size` ranks; else 0."""
+    num_heads = getattr(text_config(model.config), "num_key_value_heads", None)
+    if not isinstance(num_heads, int):
+        return 0
+    return num_heads if num_heads < size and size % num_heads == 0 else 0
 
 
 def _is_shared_key_value(model: PreTrainedModel, name: str, style: str, size: int) -> bool:
+    """Return whether several ranks hold equal parts of the parameter `name`."""
     leaf = name.split(".")[-2] if "." in name else ""
-    return style == "colwise" and leaf in _KEY_VALUE and _key_value_heads(model, size) > 0
+    return style == "colwise" and leaf in _KEY_VALUE and _shared_key_value_heads(model, size) > 0
 
 
 def _sum_of_holders(shard: Shard, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a hook that sums the gradient of a shard over the ranks that hold it."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
+        # Sum full gradients, with zeros outside of the shard: there is no group of the holders.
         assert shard.dim is not None
-        (start, stop) = shard.ranges[0]
+        [(begin, end)] = shard.ranges
         full = gradient.new_zeros(shard.shape)
-        full.narrow(shard.dim, start, stop - start).copy_(gradient)
+        full.narrow(shard.dim, begin, end - begin).copy_(gradient)
         dist.all_reduce(full, group=group)
-        return full.narrow(shard.dim, start, stop - start).contiguous()
+        return full.narrow(shard.dim, begin, end - begin).contiguous()
 
     return hook
 
@@ -385,7 +404,7 @@ def _shard(parameter: nn.Parameter) -> Shard:
 
 
 def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
-    """Sum the partial products, then add the bias once."""
+    """Return a forward that sums the ranks' partial products, and then adds the bias once."""
     if getattr(module, "bias", None) is None:
         return lambda x, *a, **k: sum_partial(forward(x, *a, **k), group)
     if type(module) is not nn.Linear:
@@ -398,24 +417,27 @@ def _rowwise(name: str, module: Any, forward: Any, group: Group) -> Any:
 
 
 def _vocabulary_parallel(module: Any, forward: Any, group: Group) -> Any:
-    """Look up the ids of this rank; the sum of the ranks' lookups is the full result."""
-    rows = _shard(module.weight).local_size
-    first = dist.get_rank(group) * rows
-    padding = module.padding_idx
-    if padding is not None:
-        padding = padding % _shard(module.weight).shape[0] - first
-        module.padding_idx = padding if 0 <= padding < rows else None
+    """Return a forward that looks up the ids of this rank's rows, with zeros for other ids, and
+    sums over the ranks."""
+    num_rows = _shard(module.weight).local_size
+    first_row = dist.get_rank(group) * num_rows
+    padding_id = module.padding_idx
+    if padding_id is not None:
+        num_ids = _shard(module.weight).shape[0]
+        padding_row = padding_id % num_ids - first_row  # a negative id counts from the end
+        module.padding_idx = padding_row if 0 <= padding_row < num_rows else None
 
     def lookup(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        foreign = (ids < first) | (ids >= first + rows)
-        embedded = forward((ids - first).masked_fill(foreign, 0), *args, **kwargs)
-        return sum_partial(embedded.masked_fill(foreign.unsqueeze(-1), 0.0), group)
+        is_elsewhere = (ids < first_row) | (ids >= first_row + num_rows)
+        embedded = forward((ids - first_row).masked_fill(is_elsewhere, 0), *args, **kwargs)
+        return sum_partial(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
     return lookup
 
 
 def _experts(forward: Any, group: Group) -> Any:
-    """Compute with a slice of every expert on each rank: (hidden states, chosen, weights, ...)."""
+    """Return a forward of experts, of each of which every rank has a slice. Arguments: hidden
+    states, chosen experts, their weights, ..."""
 
     def run(hidden: Any, *routing: Any, **kwargs: Any) -> Any:
         shared = [sum_gradient(value, group) for value in routing]
@@ -427,7 +449,8 @@ def _experts(forward: Any, group: Group) -> Any:
 
 
 def _compressed_key_value(forward: Any, rope: int, group: Group) -> Any:
-    """Sum the gradient of the rotary part, which goes to all heads directly."""
+    """Return a forward that sums the gradient of the rotary part over the ranks: all heads, which
+    ranks divide, read that part directly."""
 
     def project(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = forward(x, *args, **kwargs)

@@ -1,10 +1,10 @@
 """The costs of a model's layers, traced from the real transformers module on the meta device.
 
-A dispatch mode sees every operation of a forward pass, saved-tensor hooks see what autograd keeps,
-and hooks on the decoder layers attribute both; the model's own plan says what tensor parallelism
-divides: everything between a column-parallel module and the next row-parallel module. Attention is
-replaced by a function that saves what fused kernels save (queries, keys, values, output,
-log-sum-exp), since on the meta device sdpa takes the path that saves the scores.
+A dispatch mode sees every operation of a forward pass, saved-tensor hooks see the tensors that
+autograd keeps, and hooks on the decoder layers attribute operations and tensors to layers. Tensor
+parallelism divides everything between a column-parallel module and the next row-parallel module of
+the model's plan. A function replaces attention, and saves the tensors that fused kernels save
+(queries, keys, values, output, log-sum-exp): on the meta device, sdpa would save the scores.
 
 Equal layers run once (`repeated_layers`), since without values their costs are equal;
 `tests/unit/models/test_meta_trace.py` compares the costs with a trace of every layer.
@@ -59,7 +59,7 @@ from bigtrain.planner.model_costs import (
 )
 from bigtrain.planner.scans import DeltaRule, scan_of
 
-_NAME = "bigtrain_traced"
+_TRACED_ATTENTION = "bigtrain_traced"
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -67,8 +67,8 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # In the memory order of the queries, as kernels write the output. With tokens before heads
-        # the next product needs no copy.
+        # Kernels write the output in the memory order of the queries. With tokens before heads, the
+        # product after attention needs no copy.
         samples, heads, tokens, size = q.shape
         if v.shape[-1] == size:
             out = torch.empty_like(q)
@@ -89,9 +89,9 @@ def trace_model(
     *,
     frozen: Sequence[str] = (),
 ) -> ModelCosts:
-    """Return costs of the model that `hf_config` describes, trained in `dtype` but for the
+    """Return costs of the model that `hf_config` describes, trained in `dtype` except for the
     parameters whose names match a pattern of `frozen`. Takes a second or two, no memory and no
-    device. Raises ModelError if transformers cannot run it on the meta device."""
+    device. Raises ModelError if transformers cannot run the model on the meta device."""
     try:
         with torch.random.fork_rng(devices=[]):  # constructors may draw numbers
             return _trace(hf_config, dtype, sequence_length, frozen)
@@ -105,31 +105,32 @@ def trace_model(
 def _trace(
     hf_config: PreTrainedConfig, dtype: torch.dtype, sequence_length: int, frozen: Sequence[str]
 ) -> ModelCosts:
+    """Build the model on the meta device, trace a forward pass, and return the costs."""
     config = copy.deepcopy(hf_config)
     tracer = OperatorTrace(sequence_length, int(text_config(config).hidden_size))
-    AttentionInterface.register(_NAME, functools.partial(_attend, tracer=tracer))
-    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    AttentionInterface.register(_TRACED_ATTENTION, functools.partial(_attend, tracer=tracer))
+    AttentionMaskInterface.register(_TRACED_ATTENTION, lambda *args, **kwargs: None)
     config.use_cache = False
     with torch.device("meta"):
         # Without memory there is nothing to draw weights into.
         with no_init_weights():
             try:
                 model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=_NAME
+                    config, dtype=dtype, attn_implementation=_TRACED_ATTENTION
                 )
             except (ValueError, ImportError):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             add_mtp_layers(model, config)
-        # Recurrent layers pad samples to multiples of the chunk.
-        chunks = {getattr(module, "chunk_size", 0) for module in model.modules()} - {0}
-        sequence_length = math.lcm(sequence_length, *(n for n in chunks if isinstance(n, int)))
+        # Recurrent layers pad samples to multiples of the chunk; the sample here has no padding.
+        chunk_sizes = {getattr(module, "chunk_size", 0) for module in model.modules()} - {0}
+        sequence_length = math.lcm(sequence_length, *(n for n in chunk_sizes if isinstance(n, int)))
         tracer.tokens = sequence_length
         ids = torch.zeros(1, sequence_length, dtype=torch.int64)
-    model.tie_weights()  # what no_init_weights also skips
+    model.tie_weights()  # no_init_weights skips tying too
     model.train()
     freeze(model, frozen)
-    count = getattr(text_config(config), "num_hidden_layers", None)
-    layers = [layer for _, layer in listed_layers(model, count)]
+    num_layers = getattr(text_config(config), "num_hidden_layers", None)
+    layers = [layer for _, layer in listed_layers(model, num_layers)]
 
     # Run the model with all hooks.
     mtp = mtp_layers(model)
@@ -138,25 +139,25 @@ def _trace(
     tracer.parameter_storages = {storage_of(p) for p in model.parameters()}
     tracer.frozen_storages = {storage_of(p) for p in model.parameters() if not p.requires_grad}
     with ExitStack() as stack:
-        stack.enter_context(_watched(model, layers, tracer))
+        stack.enter_context(_hooked_layers(model, layers, tracer))
         stack.enter_context(document_boundaries(packed=False))
         stack.enter_context(tracer.saving())
         stack.enter_context(tracer)
         if mtp is not None:
-            stack.enter_context(_followed_by(model, mtp, ids))
+            stack.enter_context(_mtp_layers_run_after(model, mtp, ids))
         model(input_ids=ids, use_cache=False)
-    return _collected(model, layers, tracer, sequence_length, dtype)
+    return _model_costs(model, layers, tracer, sequence_length, dtype)
 
 
 @contextmanager
-def _followed_by(
+def _mtp_layers_run_after(
     model: PreTrainedModel, mtp: MultiTokenLayers, ids: torch.Tensor
 ) -> Iterator[None]:
-    """Inside, the layers for multi-token prediction run after the model's layers."""
+    """Inside, the layers for multi-token prediction `mtp` run after the model's layers."""
 
     def run(_module: nn.Module, _inputs: object, outputs: Any) -> None:
         for _ in mtp.hidden_states(model, outputs.last_hidden_state, ids, None):
-            pass
+            pass  # each step of the iterator runs a layer
 
     with model.get_decoder().register_forward_hook(run):
         yield
@@ -172,8 +173,8 @@ def _attend(
     tracer: OperatorTrace,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface, without a kernel: tensors are [batch, heads, tokens,
-    size]."""
+    """Follow transformers' attention interface without a kernel, and record the sizes. Tensors are
+    [batch, heads, tokens, size]; the output is [batch, tokens, heads, size]."""
     if tracer.current is not None:
         window = options.get("sliding_window")
         tracer.current.attention = Attention(
@@ -184,10 +185,11 @@ def _attend(
 
 
 @contextmanager
-def _watched(
+def _hooked_layers(
     model: PreTrainedModel, layers: list[nn.Module], tracer: OperatorTrace
 ) -> Iterator[None]:
-    """Hook the layers: the tracer follows which layer runs, and what tensor parallelism divides."""
+    """Hook the model so that the tracer knows which layer and MLP runs, and whether tensor
+    parallelism divides its tensors. Equal `layers` run once."""
 
     def begin(index: int, *_: Any) -> None:
         tracer.current, tracer.is_divided = tracer.layers.setdefault(index, LayerSums()), False
@@ -197,9 +199,9 @@ def _watched(
 
     with ExitStack() as hooks:
         for index, layer in enumerate(layers):
-            begins = functools.partial(begin, index)
-            hooks.enter_context(layer.register_forward_pre_hook(begins))
-            hooks.enter_context(layer.register_forward_hook(_sets(tracer, current=None)))
+            begin_layer = functools.partial(begin, index)
+            hooks.enter_context(layer.register_forward_pre_hook(begin_layer))
+            hooks.enter_context(layer.register_forward_hook(_setting_hook(tracer, current=None)))
         for handle in (*_mlp_hooks(model, tracer), *_division_hooks(model, tracer)):
             hooks.enter_context(handle)
         hooks.enter_context(run_once(layers, reuse_costs))
@@ -207,8 +209,8 @@ def _watched(
 
 
 def _mlp_hooks(model: PreTrainedModel, tracer: OperatorTrace) -> Iterator[Any]:
-    """Hook the MLPs that can be computed in tiles."""
-    stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
+    """Hook the MLPs that can be computed in tiles. Yield the hooks' handles."""
+    expert_names = {name for name, role in parameter_roles(model).items() if role.is_stacked}
 
     def begin(size: int, has_experts: bool, _: nn.Module, args: Any, kwargs: Any) -> None:
         if tracer.current is None:
@@ -223,34 +225,38 @@ def _mlp_hooks(model: PreTrainedModel, tracer: OperatorTrace) -> Iterator[Any]:
     for name in find_mlps(model):
         module = model.get_submodule(name)
         size = sum(parameter.numel() for parameter in module.parameters())
-        begins = functools.partial(begin, size, any(n.startswith(f"{name}.") for n in stacked))
-        yield module.register_forward_pre_hook(begins, with_kwargs=True)
-        yield module.register_forward_hook(_sets(tracer, mlp=None))
+        has_experts = any(expert_name.startswith(f"{name}.") for expert_name in expert_names)
+        begin_mlp = functools.partial(begin, size, has_experts)
+        yield module.register_forward_pre_hook(begin_mlp, with_kwargs=True)
+        yield module.register_forward_hook(_setting_hook(tracer, mlp=None))
 
 
 def _division_hooks(model: PreTrainedModel, tracer: OperatorTrace) -> Iterator[Any]:
-    """Hook the modules between which tensor parallelism divides activations."""
+    """Hook the modules between which tensor parallelism divides activations. Yield the hooks'
+    handles."""
     plan = known_plan(model)
     experts = set(modules_of_experts(model))
-    opens = _sets(tracer, side=None, is_divided=True)
-    closes = _sets(tracer, side=None, is_divided=False)
+    opens = _setting_hook(tracer, side=None, is_divided=True)
+    closes = _setting_hook(tracer, side=None, is_divided=False)
     for name, module in model.named_modules():
         style = plan.get(name, "")
         if style in ("colwise", "packed_colwise", COLWISE):
-            yield module.register_forward_pre_hook(_sets(tracer, side="out"))
+            yield module.register_forward_pre_hook(_setting_hook(tracer, side="out"))
             yield module.register_forward_hook(opens)
         elif style == ROWWISE_TO_SHARES:
-            yield module.register_forward_pre_hook(_sets(tracer, side="in"))
+            yield module.register_forward_pre_hook(_setting_hook(tracer, side="in"))
             yield module.register_forward_hook(opens)
         elif style in ("rowwise", "packed_rowwise", ROWWISE):
-            yield module.register_forward_pre_hook(_sets(tracer, side="in"))
+            yield module.register_forward_pre_hook(_setting_hook(tracer, side="in"))
             yield module.register_forward_hook(closes)
         elif module in experts or style == "moe_tp_experts":
             yield module.register_forward_pre_hook(opens)
             yield module.register_forward_hook(closes)
 
 
-def _sets(tracer: OperatorTrace, **values: Any) -> Callable[..., None]:
+def _setting_hook(tracer: OperatorTrace, **values: Any) -> Callable[..., None]:
+    """Return a hook that sets attributes of `tracer` to `values`."""
+
     def hook(*_: Any) -> None:
         for name, value in values.items():
             setattr(tracer, name, value)
@@ -258,30 +264,30 @@ def _sets(tracer: OperatorTrace, **values: Any) -> Callable[..., None]:
     return hook
 
 
-def _collected(
+def _model_costs(
     model: PreTrainedModel,
     layers: list[nn.Module],
     tracer: OperatorTrace,
     tokens: int,
     dtype: torch.dtype,
 ) -> ModelCosts:
+    """Return the costs that `tracer` recorded for a sample of `tokens` tokens."""
     plan, scan = known_plan(model), scan_of(text_config(model.config))
-    names = {module: name for name, module in model.named_modules()}
-    stacked = {name for name, entry in parameter_roles(model).items() if entry.is_stacked}
+    module_names = {module: name for name, module in model.named_modules()}
+    expert_names = {name for name, role in parameter_roles(model).items() if role.is_stacked}
     divisions = {name: division for name, _, division in recurrent_divisions(model)}
     distinct_costs: list[LayerCosts] = []
     order: list[int] = []
     for index, layer in enumerate(layers):
-        # Parameters that tensor and expert parallelism replicate, divide, or distribute as experts.
-        sums = replace(
-            tracer.layers.get(index, LayerSums())
-        )  # a copy: equal layers share their sums
-        for leaf, parameter in layer.named_parameters():
+        # Count the parameters that tensor and expert parallelism replicate, divide, or distribute
+        # as experts; in a copy, since equal layers share their sums.
+        sums = replace(tracer.layers.get(index, LayerSums()))
+        for name_in_layer, parameter in layer.named_parameters():
             sums.num_tensors += 1
-            name = f"{names[layer]}.{leaf}"
+            name = f"{module_names[layer]}.{name_in_layer}"
             style = plan.get(name) or plan.get(name.rpartition(".")[0], "")
             num_frozen = 0 if parameter.requires_grad else parameter.numel()
-            if name in stacked:
+            if name in expert_names:
                 sums.num_expert += parameter.numel()
                 sums.num_frozen_expert += num_frozen
             elif "colwise" in style or "rowwise" in style:
@@ -291,15 +297,14 @@ def _collected(
                 sums.num_replicated += parameter.numel()
                 sums.num_frozen_replicated += num_frozen
         sums.constants = tracer.parameter_storages | tracer.shared
-        functions = {name for _, _, names in layers_with_functions(layer) for name in names}
-        sums.passes_states = bool(functions)
+        function_names = {name for _, _, names in layers_with_functions(layer) for name in names}
+        sums.passes_states = bool(function_names)
         for name, division in divisions.items():
-            if f"{name}.".startswith(f"{names[layer]}."):
+            if f"{name}.".startswith(f"{module_names[layer]}."):
                 sums.num_equal_parts = math.gcd(sums.num_equal_parts, division.num_equal_parts)
                 sums.num_groups = division.groups
-        if isinstance(scan, DeltaRule) and any(
-            FUNCTIONS[n].kind == MATRIX for n in functions & FUNCTIONS.keys()
-        ):
+        function_kinds = {FUNCTIONS[name].kind for name in function_names & FUNCTIONS.keys()}
+        if isinstance(scan, DeltaRule) and MATRIX in function_kinds:
             sums.state_columns = scan.heads * scan.key_size
         costs = sums.costs(tokens)
         if costs not in distinct_costs:
@@ -315,9 +320,9 @@ def _collected(
     head_parameters = 0 if tied or head is None else head.weight.numel()
     is_embedding_frozen = not embedding.requires_grad
     is_head_frozen = head is not None and not head.weight.requires_grad
-    num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    num_frozen -= sum(distinct_costs[index].num_frozen for index in order)
-    num_frozen -= is_embedding_frozen * embedding.numel() + is_head_frozen * head_parameters
+    num_frozen_others = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    num_frozen_others -= sum(distinct_costs[index].num_frozen for index in order)
+    num_frozen_others -= is_embedding_frozen * embedding.numel() + is_head_frozen * head_parameters
     return ModelCosts(
         hidden_size=int(text_config(model.config).hidden_size),
         vocabulary_size=int(embedding.shape[0]),
@@ -329,7 +334,7 @@ def _collected(
         num_other_parameters=total - num_in_layers - embedding.numel() - head_parameters,
         is_embedding_frozen=is_embedding_frozen,
         is_head_frozen=is_head_frozen,
-        num_frozen_others=num_frozen,
+        num_frozen_others=num_frozen_others,
         source="traced",
         element_bytes=dtype.itemsize,
         saved_bytes_outside=tracer.saved_outside / tokens,

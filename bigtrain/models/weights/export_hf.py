@@ -34,7 +34,8 @@ LikeBase = Callable[
     [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
     tuple[dict[str, torch.Tensor], list[str]],
 ]
-"""`bigtrain.models.export.base_record.BaseRecord.like_base`, or None for a model without a base."""
+"""Maps tensors by their name in files, and the same tensors by the model's names, to tensors as in
+the base and notes: `bigtrain.models.export.base_record.BaseRecord.like_base`."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -42,8 +43,8 @@ TOKENIZER_REMEDY = (
     "train with the model's own tokenizer, or a model_type that takes any, such as llama or qwen3"
 )
 
-# Tokenized before and after: upper case, digits, indentation, other scripts.
-_TEXT = "The w1 of 2024:\n    if x >= 10:\n\treturn 'café 東京'  # Don't"
+# Text by whose tokens two tokenizers are compared: upper case, digits, indentation, other scripts.
+_COMPARED_TEXT = "The w1 of 2024:\n    if x >= 10:\n\treturn 'café 東京'  # Don't"
 
 
 @torch.no_grad()
@@ -63,29 +64,29 @@ def write_model(
     `save_pretrained` holds all weights in memory, this function the weights of a single file. Both
     take names and conversions of tensors from transformers. Weights are written in `dtype` (None:
     the dtype of the base), except for weights that the architecture keeps in float32, and weights
-    named `as_stored`, whose dtype does not change. `like_base`: gives the tensors the names and
-    dtypes of the base's files.
+    named in `as_stored`, whose dtype does not change. `like_base`: gives the tensors the names and
+    dtypes of the base's files; None for a model without a base.
     """
     cast_to = None if dtype is None else DTYPES[dtype]
     with torch.device("meta"):
         model: Any = auto_class(hf_config).from_config(hf_config, dtype=cast_to)
         add_mtp_layers(model, hf_config)
     # Rename and convert parameters to the tensors of the files.
-    state = _state(weights, model, cast_to, output, as_stored)
+    state = _model_state(weights, model, cast_to, output, as_stored)
     stored = stored_names(model, state)
     notes: list[str] = []
     if like_base is not None:
         stored, notes = like_base(stored, state)
     elif mtp_layers(model) is not None:
-        # Embedding and head under the names of their copies for multi-token prediction layers; an
-        # export with a base has the base's copies.
+        # Files have copies of embedding and head for multi-token prediction layers. An export with
+        # a base already has the base's copies.
         from bigtrain.models.weights.mtp_names import MtpNames
 
         mtp_names = MtpNames.find(model)
-        modules = {module: f"{name}.weight" for name, module in model.named_modules()}
-        table = stored[modules[model.get_input_embeddings()]]
-        head = stored.get(modules[model.get_output_embeddings()], table)  # absent if tied
-        stored |= dict.fromkeys(mtp_names.copies("input"), table)
+        weight_names = {module: f"{name}.weight" for name, module in model.named_modules()}
+        embedding = stored[weight_names[model.get_input_embeddings()]]
+        head = stored.get(weight_names[model.get_output_embeddings()], embedding)  # absent if tied
+        stored |= dict.fromkeys(mtp_names.copies("input"), embedding)
         stored |= dict.fromkeys(mtp_names.copies("output"), head)
     elif count := num_counted_mtp_layers(model.config):
         notes = [
@@ -95,29 +96,29 @@ def write_model(
     with unmarked(model.config):
         model.save_pretrained(output, state_dict={})  # configurations, and no weights
     # Split the weights into files, and read and write one file at a time.
-    sizes = {
+    meta_tensors = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in stored.items()
     }
     split = split_torch_state_dict_into_shards(
-        sizes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        meta_tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
     for file in output.glob("model*.safetensors"):
         file.unlink()
     for file_name, names in split.filename_to_tensors.items():
-        shard: dict[str, torch.Tensor] = {}
-        storages: set[int] = set()
+        file_tensors: dict[str, torch.Tensor] = {}
+        addresses: set[int] = set()
         for name in names:
             tensor = stored[name]
             tensor = tensor.read() if isinstance(tensor, LazyTensor) else tensor.contiguous()
             # A safetensors file cannot hold a storage under two names.
-            shared = tensor.data_ptr() in storages and tensor.numel() > 0
-            storages.add(tensor.data_ptr())
-            shard[name] = tensor.clone() if shared else tensor
-        save_file(shard, output / file_name, metadata={"format": "pt"})
+            is_shared = tensor.data_ptr() in addresses and tensor.numel() > 0
+            addresses.add(tensor.data_ptr())
+            file_tensors[name] = tensor.clone() if is_shared else tensor
+        save_file(file_tensors, output / file_name, metadata={"format": "pt"})
         # safetensors writes with permissions for the owner only, whatever the umask is.
         shutil.copymode(output / CONFIG_NAME, output / file_name)
-        del shard
+        del file_tensors  # before the next file is read
     forget_computed()
     if split.is_sharded:
         index = {
@@ -130,12 +131,12 @@ def write_model(
 
 
 def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of files that `state`, the parameters of `model`, is converted to, by name
-    in the files. Raises ModelError for multi-token prediction layers without known names."""
-    layers = mtp_layers(model)
-    if layers is None:
-        plain: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
-        return plain
+    """Return the tensors of the files to which `state`, the parameters of `model` by name, is
+    converted, by name in the files. Raises ModelError for multi-token prediction layers without
+    known names."""
+    if mtp_layers(model) is None:
+        file_tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+        return file_tensors
     from bigtrain.models.weights.mtp_names import MtpNames
 
     names = MtpNames.find(model)
@@ -144,7 +145,7 @@ def stored_names(model: Any, state: Mapping[str, torch.Tensor]) -> dict[str, tor
     return {names.stored(name): tensor for name, tensor in reverted.items()}
 
 
-def _state(
+def _model_state(
     weights: Mapping[str, torch.Tensor],
     model: Any,
     dtype: torch.dtype | None,
@@ -152,38 +153,39 @@ def _state(
     as_stored: Collection[str],
 ) -> dict[str, torch.Tensor]:
     """Return `weights` by name in the order of the model's state dict, tied weights once, in the
-    dtypes of `write_model`."""
-    names = names_of(model.named_parameters(remove_duplicate=False)).values()
-    alias = {name: group[0] for group in names for name in group}
-    expected = set(alias.values())
-    weights_by_name = {alias.get(name, name): tensor for name, tensor in weights.items()}
-    wrong = sorted(expected - weights_by_name.keys()) + sorted(
-        weights_by_name.keys() - expected - {name for name, _ in model.named_buffers()}
-    )
-    if wrong:
+    dtypes of `write_model`. Raises ModelError if checkpoint and model have different parameters."""
+    groups = names_of(model.named_parameters(remove_duplicate=False)).values()
+    first_names = {name: group[0] for group in groups for name in group}  # of tied parameters
+    expected = set(first_names.values())
+    weights_by_name = {first_names.get(name, name): tensor for name, tensor in weights.items()}
+    missing = expected - weights_by_name.keys()
+    superfluous = weights_by_name.keys() - expected - {name for name, _ in model.named_buffers()}
+    wrong_names = sorted(missing) + sorted(superfluous)
+    if wrong_names:
         raise ModelError(
             f"{output}: these parameters are in only one of checkpoint and model: "
-            f"{', '.join(wrong[:5])}"
+            f"{', '.join(wrong_names[:5])}"
         )
-    # Some parameters stay in float32: patterns of the architecture, and parameters that it computes
-    # in float32.
-    skipped = set(model.all_tied_weights_keys) | names_not_saved(model)
-    exact: list[str] = []
+    # Some parameters stay in float32: patterns of the architecture, and parameters that the
+    # architecture computes in float32.
+    skipped_names = set(model.all_tied_weights_keys) | names_not_saved(model)
+    float32_patterns: list[str] = []
     if dtype is not None:
-        exact += [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
-        exact += [f"^{re.escape(name)}$" for name in computed_in_float32(model, dtype)]
-    unchanged = {alias.get(name, name) for name in as_stored}
+        float32_patterns += [pattern.replace("*", ".*") for pattern in dtype_plan(model, dtype)]
+        float32_patterns += [f"^{re.escape(name)}$" for name in computed_in_float32(model, dtype)]
+    uncast_names = {first_names.get(name, name) for name in as_stored}
     state = {}
-    for name, like in model.state_dict().items():
-        tensor = weights_by_name.get(alias.get(name, name))
-        if name in skipped or tensor is None:
+    for name, meta_tensor in model.state_dict().items():
+        first_name = first_names.get(name, name)
+        tensor = weights_by_name.get(first_name)
+        if name in skipped_names or tensor is None:
             continue
-        if tensor.ndim > like.ndim:
+        if tensor.ndim > meta_tensor.ndim:
             tensor = tensor[0]  # checkpoints hold scalars as vectors
         if dtype is None:
             tensor = tensor.detach()
-        elif tensor.is_floating_point() and alias.get(name, name) not in unchanged:
-            stays_float32 = any(re.search(pattern, name) for pattern in exact)
+        elif tensor.is_floating_point() and first_name not in uncast_names:
+            stays_float32 = any(re.search(pattern, name) for pattern in float32_patterns)
             tensor = tensor.detach().to(torch.float32 if stays_float32 else dtype)
         state[name] = tensor
     return state
@@ -196,7 +198,7 @@ def write_tokenizer(
     tokenizer from `directory`.
 
     `output`: the directory's name in errors. `base_files`: a directory with the base's tokenizer
-    files, which `directory` has copies of; the copies stay if `source` is the base's tokenizer.
+    files; `directory` contains copies, which stay if `source` is the base's tokenizer.
     Returns notes on differences from the base's files. Raises ModelError if the tokenizer cannot be
     loaded, or gives other tokens when loaded next to the model.
     """
@@ -209,27 +211,28 @@ def write_tokenizer(
     notes: list[str] = []
     difference = _tokenizer_difference(tokenizer, base_files)
     if difference is not None:
-        replaced = {name for name in TOKENIZER_FILES if (directory / name).is_file()}
-        for name in replaced:
+        changed_files = {name for name in TOKENIZER_FILES if (directory / name).is_file()}
+        for name in changed_files:
             (directory / name).unlink()
         tokenizer.save_pretrained(directory)
         rewrite_tokenizer_config(directory)
-        replaced |= {name for name in TOKENIZER_FILES if (directory / name).is_file()}
+        changed_files |= {name for name in TOKENIZER_FILES if (directory / name).is_file()}
         if base_files is not None:
-            files = ", ".join(sorted(replaced))
+            files = ", ".join(sorted(changed_files))
             notes.append(f"{files}: the tokenizer of the run's data; {difference}")
-    elif changed := rewrite_tokenizer_config(directory, is_base=True):
-        notes.append(f"tokenizer_config.json: written for transformers 4: {', '.join(changed)}")
+    elif changed_fields := rewrite_tokenizer_config(directory, is_base=True):
+        fields = ", ".join(changed_fields)
+        notes.append(f"tokenizer_config.json: written for transformers 4: {fields}")
     # Copy the record of how texts begin and end.
-    record, written = source / RECORD_NAME, directory / RECORD_NAME
+    record, target = source / RECORD_NAME, directory / RECORD_NAME
     if record.is_file():
-        is_new = not written.is_file() or written.read_bytes() != record.read_bytes()
+        is_new = not target.is_file() or target.read_bytes() != record.read_bytes()
         if is_new and base_files is not None:
             notes.append(f"{RECORD_NAME}: how the texts of the run's data begin and end")
-        shutil.copyfile(record, written)
+        shutil.copyfile(record, target)
     # Next to a config.json, transformers may take the model type's tokenizer class instead.
     loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    if loaded(_TEXT).input_ids != tokenizer(_TEXT).input_ids:
+    if loaded(_COMPARED_TEXT).input_ids != tokenizer(_COMPARED_TEXT).input_ids:
         raise ModelError(
             f"{output}: not written: transformers reads the run's tokenizer ({source}) as a "
             f"{type(loaded).__name__} next to this model, which gives other tokens -> "
@@ -239,11 +242,10 @@ def write_tokenizer(
 
 
 def class_beside(model_type: str, source: Path, texts: Sequence[str]) -> str | None:
-    """Return the class as which transformers reads the tokenizer in `source` next to a model of
-    `model_type`, if the class gives other tokens for `texts`; None if an export with the tokenizer
-    can be read.
+    """Return the class as which transformers loads the tokenizer in `source` next to a model of
+    `model_type`, if that class gives other tokens for `texts`; None if it gives the same tokens.
 
-    For some model types transformers ignores the class that the tokenizer's files name.
+    For some model types, transformers ignores the class that the tokenizer's files name.
     """
     class_name = TOKENIZER_MAPPING_NAMES.get(model_type)
     if class_name is None or class_name == "TokenizersBackend":
@@ -255,18 +257,16 @@ def class_beside(model_type: str, source: Path, texts: Sequence[str]) -> str | N
                 shutil.copyfile(source / file, directory / file)
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         (directory / CONFIG_NAME).write_text(json.dumps({"model_type": model_type}))
-        with_model = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    compared = [_TEXT, *texts]
-    if with_model(compared).input_ids == tokenizer(compared).input_ids:
+        tokenizer_beside = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    compared_texts = [_COMPARED_TEXT, *texts]
+    if tokenizer_beside(compared_texts).input_ids == tokenizer(compared_texts).input_ids:
         return None
-    return type(with_model).__name__
+    return type(tokenizer_beside).__name__
 
 
 def _tokenizer_difference(tokenizer: Any, base_files: Path | None) -> str | None:
-    """Describe how the tokenizer differs from the tokenizer in `base_files`; None if it does
-    not."""
-    names = [] if base_files is None else [n for n in TOKENIZER_FILES if (base_files / n).is_file()]
-    if not names:
+    """Return how `tokenizer` differs from the tokenizer in `base_files`; None if both are equal."""
+    if base_files is None or not any((base_files / name).is_file() for name in TOKENIZER_FILES):
         return "the base has none"
     try:
         base = AutoTokenizer.from_pretrained(base_files, trust_remote_code=False)
@@ -274,7 +274,7 @@ def _tokenizer_difference(tokenizer: Any, base_files: Path | None) -> str | None
         return f"the base's cannot be loaded ({first_line(error)})"
     for aspect, read in (
         ("class", lambda t: type(t).__name__),
-        ("tokens and rules", _backend),
+        ("tokens and rules", _tokens_and_rules),
         ("special tokens", lambda t: t.special_tokens_map),
         ("chat template", lambda t: t.chat_template),
     ):
@@ -283,7 +283,9 @@ def _tokenizer_difference(tokenizer: Any, base_files: Path | None) -> str | None
     return None
 
 
-def _backend(tokenizer: Any) -> Any:
+def _tokens_and_rules(tokenizer: Any) -> Any:
+    """Return what decides a tokenizer's tokens: the vocabulary, or all rules of a fast tokenizer
+    without padding and truncation, which depend on the last call."""
     if not getattr(tokenizer, "is_fast", False):
         return tokenizer.get_vocab()
     rules = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -51,10 +51,10 @@ _UNKNOWN = ": the model has none"
 class Weights:
     """The weights in a model's files.
 
-    tensors: by every name in the model; tied parameters are the same tensor. setting: key and value
-    that named the weights, for errors. files: files with the weights. stored: tensors of the files
-    by name in the files. copies: names of stored tensors that repeat a stored tensor (tied
-    weights), with the name of the repeated tensor.
+    setting: key and value that named the weights, for errors. tensors: tensors of the model by
+    every name in the model; tied parameters are the same tensor. files: files with the weights.
+    stored: tensors of the files by name in the files. copies: names of stored tensors that repeat a
+    stored tensor (tied weights), with the name of the repeated tensor.
     """
 
     setting: str
@@ -64,22 +64,22 @@ class Weights:
     copies: Mapping[str, str] = field(default_factory=dict)
 
     def sources(self) -> dict[str, list[str]]:
-        """Return the names of the stored tensors that a tensor of the model is made of, by name."""
-        return {name: _leaf_names(tensor) for name, tensor in self.tensors.items()}
+        """Return the names of the stored tensors that each tensor of the model is made of."""
+        return {name: _stored_names(tensor) for name, tensor in self.tensors.items()}
 
     def unused(self) -> dict[str, LazyTensor]:
         """Return stored tensors that no tensor of the model is made of, such as layers for
         multi-token prediction, which transformers ignores."""
-        leaf_names = {leaf for names in self.sources().values() for leaf in names}
-        skipped = leaf_names | self.copies.keys()
-        return {name: tensor for name, tensor in self.stored.items() if name not in skipped}
+        source_names = {name for names in self.sources().values() for name in names}
+        used_names = source_names | self.copies.keys()
+        return {name: tensor for name, tensor in self.stored.items() if name not in used_names}
 
     def fill(
         self, name: str, offsets: Offsets, out: torch.Tensor, *, is_buffer: bool = False
     ) -> None:
-        """Read a rectangle of a parameter or buffer into `out`, any dtype, device and strides.
-        Raises ModelError for a file that cannot be read, and for values of a parameter that are not
-        finite."""
+        """Read the rectangle of parameter or buffer `name` that starts at `offsets` into `out` of
+        any dtype, device and strides. Raises ModelError for a file that cannot be read, and for a
+        parameter with values that are not finite."""
         tensor = self.tensors[name]
         if tensor.ndim == 0:
             offsets, out = (), out.view(())
@@ -87,10 +87,12 @@ class Weights:
             tensor.fill(offsets, out)
         except UnreadableError as error:
             raise ModelError(f"{self.setting}: {error}") from error
+        if is_buffer:
+            return
         # Extremes need no memory: a sum in float64 would copy. With a NaN, both extremes are NaN.
         views = (narrowed(out, *block) for block in blocks(tuple(out.shape), out.itemsize))
         extremes = (value for view in views if view.numel() for value in torch.aminmax(view))
-        if not is_buffer and not all(math.isfinite(value) for value in extremes):
+        if not all(math.isfinite(value) for value in extremes):
             stored_names = ", ".join(map(str, tensor.origin.sources())) or name
             raise ModelError(
                 f"{self.setting}: {stored_names} holds numbers that are not finite (NaN or "
@@ -135,17 +137,16 @@ def find_weights(
     if scores_samples(hf_config) and not origins.keys() & set(head_parameters(model)):
         with torch.device("meta"):
             causal_lm: Any = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
-        lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in origins.items()}
-        _load(causal_lm, lazy, origins)
+        _load(causal_lm, _lazy_tensors(origins), origins)
         heads = map(causal_lm.get_parameter, head_parameters(causal_lm))
         token_heads = [head for head in heads if isinstance(head, LazyTensor)]  # none if tied
-        for name in {leaf for head in token_heads for leaf in _leaf_names(head)}:
+        for name in {name for head in token_heads for name in _stored_names(head)}:
             del origins[name]
         for name, tensor in initial_head(model, seed):
-            origins[name] = _Drawn(name, tensor)
-    lazy = {name: LazyTensor(leaf.shape, leaf.dtype, leaf) for name, leaf in origins.items()}
-    mtp_copies, problems = _load_all(model, hf_config, lazy, origins)
-    if problems and (method := _quantization(source)) is not None:
+            origins[name] = _InitialTensor(name, tensor)
+    lazy_tensors = _lazy_tensors(origins)
+    mtp_copies, problems = _load_with_mtp_layers(model, hf_config, lazy_tensors, origins)
+    if problems and (method := _quantization_method(source)) is not None:
         problems.append(
             f"its config.json has quantization_config.quant_method = {method!r}: quantized weights "
             "are not trained -> convert them to bfloat16 first, or take the unquantized model"
@@ -156,32 +157,44 @@ def find_weights(
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    # Of two tied parameters, the files may have both: the first is a copy.
+    # The files may have both of two tied parameters (the target is then a copy), or one of them.
     copies: dict[str, str] = {}
     for target, origin in model.all_tied_weights_keys.items():
         tied = [tensors[n] for n in (target, origin) if isinstance(tensors[n], LazyTensor)]
-        leaves = [_leaf_names(tensor) for tensor in tied]
-        if len(tied) == 2 and leaves[0] != leaves[1] and len(leaves[0]) == len(leaves[1]) == 1:
-            copies[leaves[0][0]] = leaves[1][0]
+        if len(tied) == 2:
+            target_sources, origin_sources = map(_stored_names, tied)
+            # Both have the same source if transformers tied the loaded parameters.
+            if target_sources != origin_sources and len(target_sources) == len(origin_sources) == 1:
+                copies[target_sources[0]] = origin_sources[0]
         tensors[target] = tensors[origin] = tied[-1]
-    for name, parameter in mtp_copies.items():
-        leaf_names = _leaf_names(tensors[parameter])
-        copies |= {name: leaf_names[0]} if len(leaf_names) == 1 else {}
-    lazies = {n: t for n, t in tensors.items() if isinstance(t, LazyTensor)}
+    for stored_name, parameter_name in mtp_copies.items():
+        parameter_sources = _stored_names(tensors[parameter_name])
+        if len(parameter_sources) == 1:
+            copies[stored_name] = parameter_sources[0]
+    loaded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, LazyTensor)}
     stored = {
-        name: tensor for name, tensor in lazy.items() if isinstance(origins[name], StoredTensor)
+        name: tensor
+        for name, tensor in lazy_tensors.items()
+        if isinstance(origins[name], StoredTensor)
     }
-    return Weights(setting, lazies, files, stored, copies)
+    return Weights(setting, loaded, files, stored, copies)
+
+
+def _lazy_tensors(origins: Mapping[str, _Origin]) -> dict[str, LazyTensor]:
+    """Return tensors without memory that read from `origins`, by name in the files."""
+    return {
+        name: LazyTensor(origin.shape, origin.dtype, origin) for name, origin in origins.items()
+    }
 
 
 def _mismatch(
     setting: str, source: str, hf_config: PreTrainedConfig, problems: Sequence[str]
 ) -> str:
-    """Return the error text for files whose tensors do not fit the model."""
+    """Return the error text for files whose tensors do not fit the model: the first `problems`."""
     lines = [*problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         lines.append(f"and {len(problems) - _SHOWN} more, the last: {problems[-1]}")
-    if all(text.endswith(_UNKNOWN) for text in problems):
+    if all(text.endswith(_UNKNOWN) for text in problems):  # only superfluous tensors
         lines.append(
             "-> if the model does not need them, write it again without them: "
             f"{REWRITE.format(source=source)}"
@@ -193,32 +206,36 @@ def _mismatch(
     )
 
 
-def _load_all(
+def _load_with_mtp_layers(
     model: Any,
     hf_config: PreTrainedConfig,
-    lazy: Mapping[str, LazyTensor],
+    lazy_tensors: Mapping[str, LazyTensor],
     origins: Mapping[str, _Origin],
 ) -> tuple[dict[str, str], list[str]]:
-    """Load `lazy` into `model`. If a run with `hf_config` trains layers for multi-token prediction,
-    add these layers and load their tensors, which are otherwise unused. Return the names in files
-    that repeat a parameter of the model, with the parameter's name, and the problems."""
+    """Load `lazy_tensors` into `model`. If a run with `hf_config` trains layers for multi-token
+    prediction, add these layers and load their tensors, which are otherwise unused. Return the
+    names in files of tensors that repeat a parameter of the model, with the parameter's name, and
+    the problems."""
     trains = num_trained_mtp_layers(hf_config) > 0
     from bigtrain.models.weights.mtp_names import MtpNames, load_mtp_layers
 
     names = MtpNames.find(model) if trains else MtpNames.find_known(model)
     if names is None:
-        return {}, _load(model, dict(lazy), origins)
-    decoder_tensors = {name: tensor for name, tensor in lazy.items() if not names.is_one(name)}
+        return {}, _load(model, lazy_tensors, origins)
+    decoder_tensors = {
+        name: tensor for name, tensor in lazy_tensors.items() if not names.is_one(name)
+    }
     problems = _load(model, decoder_tensors, origins)
     if not trains:
         return {}, problems
     copies, mtp_tensors = {}, {}
-    for name in lazy.keys() - decoder_tensors.keys():
-        if table := names.repeated(name):
-            module = getattr(model, f"get_{table}_embeddings")()
-            copies[name] = next(n for n, m in model.named_modules() if m is module) + ".weight"
+    for name in lazy_tensors.keys() - decoder_tensors.keys():
+        if table := names.repeated(name):  # "input" or "output"
+            embedding = getattr(model, f"get_{table}_embeddings")()
+            embedding_name = next(n for n, m in model.named_modules() if m is embedding)
+            copies[name] = f"{embedding_name}.weight"
         else:
-            mtp_tensors[name] = lazy[name]
+            mtp_tensors[name] = lazy_tensors[name]
     with torch.device("meta"):
         add_mtp_layers(model, hf_config)
     layers = mtp_layers(model)
@@ -226,12 +243,12 @@ def _load_all(
     return copies, [*problems, *load_mtp_layers(model, layers, mtp_tensors)]
 
 
-def _leaf_names(tensor: LazyTensor) -> list[str]:
+def _stored_names(tensor: LazyTensor) -> list[str]:
     """Return the names in files of the tensors that `tensor` is made of."""
     return [leaf.name for leaf in tensor.origin.sources() if isinstance(leaf, StoredTensor)]
 
 
-def _quantization(source: str) -> str | None:
+def _quantization_method(source: str) -> str | None:
     """Return the quantization method in the config.json of `source`; None without one."""
     path = find_file(local_path(source), CONFIG_NAME)
     with suppress(OSError, ValueError, LookupError, AttributeError):
@@ -241,18 +258,20 @@ def _quantization(source: str) -> str | None:
     return None
 
 
-def _load(model: Any, lazy: dict[str, LazyTensor], origins: Mapping[str, _Origin]) -> list[str]:
-    """Let transformers load `lazy` into `model`; returns the problems."""
+def _load(
+    model: Any, lazy_tensors: Mapping[str, LazyTensor], origins: Mapping[str, _Origin]
+) -> list[str]:
+    """Let transformers load `lazy_tensors` into `model`; returns the problems."""
     settings = LoadStateDictConfig(
         dtype=torch.float32,
         device_map={"": "cpu"},
         weight_mapping=get_model_conversion_mapping(model),
     )
     with quiet_transformers():
-        info, _ = convert_and_load_state_dict_in_model(model, dict(lazy), settings, None)
+        info, _ = convert_and_load_state_dict_in_model(model, dict(lazy_tensors), settings, None)
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = [
-        f"{_where(name, origins)} has shape {list(stored_shape)}, the model's {name} "
+        f"{_describe(name, origins)} has shape {list(stored_shape)}, the model's {name} "
         f"{list(model_shape)}"
         for name, stored_shape, model_shape in sorted(info.mismatched_keys)
     ]
@@ -262,49 +281,55 @@ def _load(model: Any, lazy: dict[str, LazyTensor], origins: Mapping[str, _Origin
     ]
     # Files may have either name of a tied parameter, or both with equal values.
     for target, origin in model.all_tied_weights_keys.items():
-        lacking = {target, origin} & info.missing_keys
-        if len(lacking) == 1:
-            info.missing_keys -= lacking
-        elif not lacking and not torch.equal(*(model.get_parameter(n) for n in (target, origin))):
+        missing_names = {target, origin} & info.missing_keys
+        if len(missing_names) == 1:
+            info.missing_keys -= missing_names
+        elif not missing_names and not torch.equal(
+            model.get_parameter(target), model.get_parameter(origin)
+        ):
             problems.append(
-                f"{_where(target, origins)} and {_where(origin, origins)} are tied in this "
+                f"{_describe(target, origins)} and {_describe(origin, origins)} are tied in this "
                 "configuration and hold different values -> set tie_word_embeddings: false"
             )
-    # Some models initialize missing parameters randomly; pretrained weights must be complete.
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    absent = info.missing_keys & parameters
+    # Some models declare parameters that they initialize randomly if missing, and
+    # `drop_expected_keys` drops these; pretrained weights must be complete.
+    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    missing_parameters = info.missing_keys & parameter_names
     drop_expected_keys(model, info)
-    info.missing_keys |= absent
-    wrong = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
+    info.missing_keys |= missing_parameters
+    reported_names = {*info.conversion_errors, *(name for name, *_ in info.mismatched_keys)}
     text = model.config.get_text_config()  # some classes do not declare whether they tie
-    head, fixes = model.get_output_embeddings(), {}
+    head, remedies = model.get_output_embeddings(), {}
     if not getattr(text, "tie_word_embeddings", False):
-        fix = " -> set tie_word_embeddings: true in config.json, if the embedding is the output too"
-        fixes = {f"{name}.weight": fix for name, m in model.named_modules() if m is head}
+        tie = " -> set tie_word_embeddings: true in config.json, if the embedding is the output too"
+        remedies = {f"{name}.weight": tie for name, m in model.named_modules() if m is head}
     problems += [
-        f"no tensor there is the model's {name} {shapes[name]}{fixes.get(name, '')}"
-        for name in sorted(info.missing_keys - wrong)
+        f"no tensor there is the model's {name} {shapes[name]}{remedies.get(name, '')}"
+        for name in sorted(info.missing_keys - reported_names)
     ]
-    problems += [f"{_where(n, origins)}{_UNKNOWN}" for n in sorted(info.unexpected_keys)]
+    problems += [f"{_describe(n, origins)}{_UNKNOWN}" for n in sorted(info.unexpected_keys)]
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, LazyTensor) and tensor.is_floating_point():
             problems += [
-                f"{leaf} is {str(leaf.dtype).removeprefix('torch.')}, the model's {name} needs "
+                f"{source} is {str(source.dtype).removeprefix('torch.')}, the model's {name} needs "
                 "float64, float32, bfloat16 or float16"
-                for leaf in tensor.origin.sources()
-                if isinstance(leaf, StoredTensor) and not leaf.is_plain
+                for source in tensor.origin.sources()
+                if isinstance(source, StoredTensor) and not source.is_plain
             ]
     return problems
 
 
-def _where(name: str, origins: Mapping[str, _Origin]) -> str:
-    """Return the best guess, from names, of the stored tensor that becomes `name`, for errors."""
-    alike = [
-        leaf
-        for key, leaf in origins.items()
-        if key == name or key.endswith(f".{name}") or name.endswith(f".{key}")
+def _describe(name: str, origins: Mapping[str, _Origin]) -> str:
+    """Return a text for the stored tensor that becomes parameter `name`, for errors: a guess from
+    the names, which differ in prefixes at most."""
+    candidates = [
+        origin
+        for stored_name, origin in origins.items()
+        if stored_name == name
+        or stored_name.endswith(f".{name}")
+        or name.endswith(f".{stored_name}")
     ]
-    return str(alike[0]) if alike else f"what becomes {name}"
+    return str(candidates[0]) if candidates else f"what becomes {name}"
 
 
 @contextmanager
@@ -318,7 +343,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _InitialTensor:
     """An initial value of a parameter that no file contains."""
 
     name: str
@@ -342,4 +367,4 @@ class _Drawn:
         yield self
 
 
-_Origin = StoredTensor | _Drawn
+_Origin = StoredTensor | _InitialTensor

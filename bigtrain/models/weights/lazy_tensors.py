@@ -1,9 +1,9 @@
 """Tensors whose values are read on demand, a rectangle at a time.
 
 transformers renames, merges and splits the tensors of a file while it loads or saves a model
-(transformers/core_model_loading.py). Lazy tensors record these operations: operations that only
-move elements are traced back to the file, the result of any other operation is computed when it is
-read.
+(transformers/core_model_loading.py). Lazy tensors record these operations. A read of a rectangle
+follows operations that only move elements back to the file; the result of any other operation is
+computed in full.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ BLOCK_BYTES = 16 << 20
 """The most that is read, compared or converted at once, unless a single row is longer."""
 
 
-_OWN_BYTES = 1 << 20
+_SEPARATE_MAPPING_BYTES = 1 << 20
 
 
 class Values(Protocol):
     """Source of the values of a lazy tensor."""
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
-        """Write the rectangle at `offsets`, of the shape of `out`, into `out`, in its dtype."""
+        """Write the rectangle at `offsets` with the shape of `out` into `out`, in the dtype of
+        `out`."""
 
     def sources(self) -> Iterator[object]:
-        """The leaves that are read, for example tensors of files."""
+        """Yield the leaves that a read needs, for example tensors of files."""
 
 
 class LazyTensor(torch.Tensor):
@@ -74,73 +75,85 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is aten.equal.default:
             return _equal(*args)
-        # On the meta device the operation gives the shapes and dtypes of its result, or results.
+        # On the meta device, the operation gives the shape and dtype of the result, or of each of
+        # several results.
         meta_kwargs = dict(kwargs)
         if kwargs.get("device") is not None:
             meta_kwargs["device"] = torch.device("meta")
-        meta = func(*_as_meta(args), **_as_meta(meta_kwargs))
+        meta_result = func(*_as_meta(args), **_as_meta(meta_kwargs))
+        is_single = torch.is_tensor(meta_result)
         follow = _FOLLOWED.get(func.overloadpacket)
         if follow is not None:
-            values = follow(*args, **kwargs)
-        elif torch.is_tensor(meta):
-            values = _Computed(func, args, kwargs, None)
+            origin = follow(*args, **kwargs)
+        elif is_single:
+            origin = _ComputedResult(func, args, kwargs, None)
         else:
-            values = [_Computed(func, args, kwargs, index) for index in range(len(meta))]
-        if torch.is_tensor(meta):
-            return LazyTensor(meta.shape, meta.dtype, values)
-        return [LazyTensor(m.shape, m.dtype, v) for m, v in zip(meta, values, strict=True)]
+            indices = range(len(meta_result))
+            origin = [_ComputedResult(func, args, kwargs, index) for index in indices]
+        if is_single:
+            return LazyTensor(meta_result.shape, meta_result.dtype, origin)
+        results = zip(meta_result, origin, strict=True)
+        return [LazyTensor(meta.shape, meta.dtype, values) for meta, values in results]
 
 
 def _as_meta(tree: Any) -> Any:
+    """Return `tree` with tensors on the meta device for lazy tensors."""
     return map_instances(
         LazyTensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), tree
     )
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors are equal, of which either may be lazy; reads a block at a
+    time."""
     if first.shape != second.shape:
         return False
-    for offsets, sizes in blocks(tuple(first.shape), 2 * first.itemsize):
-        pair = [torch.empty(sizes, dtype=tensor.dtype) for tensor in (first, second)]
-        for tensor, block in zip((first, second), pair, strict=True):
-            _fill(tensor, offsets, block)
-        if not torch.equal(*pair):
+    bytes_per_pair = 2 * first.itemsize
+    for offsets, sizes in blocks(tuple(first.shape), bytes_per_pair):
+        first_block, second_block = (torch.empty(sizes, dtype=x.dtype) for x in (first, second))
+        _fill(first, offsets, first_block)
+        _fill(second, offsets, second_block)
+        if not torch.equal(first_block, second_block):
             return False
     return True
 
 
 def blocks(sizes: Offsets, itemsize: int) -> Iterator[tuple[Offsets, Offsets]]:
-    """Yield (offsets, sizes) of blocks of at most `BLOCK_BYTES`, in row-major order."""
+    """Yield (offsets, sizes) of blocks of at most `BLOCK_BYTES` that divide a tensor of `sizes`, in
+    row-major order."""
     num_bytes = math.prod(sizes) * itemsize
     if num_bytes <= BLOCK_BYTES or not sizes:
         yield (0,) * len(sizes), sizes
         return
-    row = num_bytes // sizes[0]
-    if row > BLOCK_BYTES:
-        for index in range(sizes[0]):
-            for offsets, inner in blocks(sizes[1:], itemsize):
-                yield (index, *offsets), (1, *inner)
+    num_rows, row_sizes = sizes[0], sizes[1:]
+    row_bytes = num_bytes // num_rows
+    if row_bytes > BLOCK_BYTES:
+        for row in range(num_rows):
+            for block_offsets, block_sizes in blocks(row_sizes, itemsize):
+                yield (row, *block_offsets), (1, *block_sizes)
         return
-    step = BLOCK_BYTES // row
-    for start in range(0, sizes[0], step):
-        yield (start, *(0,) * (len(sizes) - 1)), (min(step, sizes[0] - start), *sizes[1:])
+    rows_per_block = BLOCK_BYTES // row_bytes
+    for start in range(0, num_rows, rows_per_block):
+        offsets = (start, *(0,) * len(row_sizes))
+        yield offsets, (min(rows_per_block, num_rows - start), *row_sizes)
 
 
 def allocate(shape: Offsets, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor whose memory returns to the system as soon as it is freed.
     malloc would keep blocks of up to 32 MiB."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _OWN_BYTES:
+    if num_bytes < _SEPARATE_MAPPING_BYTES:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
 
 
 def narrowed(tensor: torch.Tensor, offsets: Offsets, sizes: Offsets) -> torch.Tensor:
-    """Return the view of a rectangle of `tensor`."""
+    """Return the view of the rectangle of `tensor` at `offsets`, of shape `sizes`."""
     return tensor[Box(offsets, sizes).slices]
 
 
 def _fill(tensor: torch.Tensor, offsets: Offsets, out: torch.Tensor) -> None:
+    """Write the rectangle of `tensor`, lazy or not, at `offsets` into `out`."""
     if isinstance(tensor, LazyTensor):
         tensor.fill(offsets, out)
     else:
@@ -157,9 +170,10 @@ def _sources(tensors: Sequence[torch.Tensor]) -> Iterator[object]:
 
 
 @dataclass(frozen=True)
-class _Moved:
-    """Elements of `tensor`: `locate` maps a rectangle of the result, its offsets and the tensor
-    that it is read into, to offsets in `tensor` and a view of the tensor that is read into."""
+class _MovedElements:
+    """Elements of `tensor` in another place. `locate` maps a rectangle of the result, given by its
+    offsets and the tensor that gets the values, to the offsets in `tensor` and a view, in the shape
+    of the rectangle in `tensor`, of the tensor that gets the values."""
 
     tensor: torch.Tensor
     locate: Callable[[Offsets, torch.Tensor], tuple[Offsets, torch.Tensor]]
@@ -172,35 +186,35 @@ class _Moved:
 
 
 @dataclass(frozen=True)
-class _Joined:
-    """Tensors one after another along `dim`."""
+class _JoinedTensors:
+    """Tensors concatenated along `dim`."""
 
     tensors: Sequence[torch.Tensor]
     dim: int
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
-        begin, dim = 0, self.dim
-        low, high = offsets[dim], offsets[dim] + out.shape[dim]
+        dim, tensor_start = self.dim, 0
+        out_start, out_stop = offsets[dim], offsets[dim] + out.shape[dim]
         for tensor in self.tensors:
-            end = begin + tensor.shape[dim]
-            first, last = max(low, begin), min(high, end)
-            if first < last:
-                tensor_offsets = (*offsets[:dim], first - begin, *offsets[dim + 1 :])
-                _fill(tensor, tensor_offsets, out.narrow(dim, first - low, last - first))
-            begin = end
+            tensor_stop = tensor_start + tensor.shape[dim]
+            start, stop = max(out_start, tensor_start), min(out_stop, tensor_stop)
+            if start < stop:  # the rectangle contains a part of this tensor
+                tensor_offsets = (*offsets[:dim], start - tensor_start, *offsets[dim + 1 :])
+                _fill(tensor, tensor_offsets, out.narrow(dim, start - out_start, stop - start))
+            tensor_start = tensor_stop
 
     def sources(self) -> Iterator[object]:
         return _sources(self.tensors)
 
 
 def rows_joined(first: LazyTensor, second: torch.Tensor) -> LazyTensor:
-    """Return `second` below the rows of `first`, in the dtype of `first`."""
+    """Return the rows of `first` followed by the rows of `second`, in the dtype of `first`."""
     shape = (first.shape[0] + second.shape[0], *first.shape[1:])
-    return LazyTensor(shape, first.dtype, _Joined((first, second), 0))
+    return LazyTensor(shape, first.dtype, _JoinedTensors((first, second), 0))
 
 
 def _same(tensor: torch.Tensor, *_: Any, **__: Any) -> Values:
-    return _Moved(tensor, lambda offsets, out: (offsets, out))
+    return _MovedElements(tensor, lambda offsets, out: (offsets, out))
 
 
 def _slice(
@@ -213,8 +227,8 @@ def _slice(
     dim %= tensor.ndim
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     if step != 1:
-        return _Computed(aten.slice.Tensor, (tensor, dim, first, last, step), {}, None)
-    return _Moved(
+        return _ComputedResult(aten.slice.Tensor, (tensor, dim, first, last, step), {}, None)
+    return _MovedElements(
         tensor,
         lambda offsets, out: ((*offsets[:dim], offsets[dim] + first, *offsets[dim + 1 :]), out),
     )
@@ -233,14 +247,14 @@ def _split(tensor: torch.Tensor, size: int, dim: int = 0) -> list[Values]:
 
 def _select(tensor: torch.Tensor, dim: int, index: int) -> Values:
     dim, index = dim % tensor.ndim, index % tensor.shape[dim]
-    return _Moved(
+    return _MovedElements(
         tensor, lambda offsets, out: ((*offsets[:dim], index, *offsets[dim:]), out.unsqueeze(dim))
     )
 
 
 def _unsqueeze(tensor: torch.Tensor, dim: int) -> Values:
     dim %= tensor.ndim + 1
-    return _Moved(
+    return _MovedElements(
         tensor, lambda offsets, out: ((*offsets[:dim], *offsets[dim + 1 :]), out.select(dim, 0))
     )
 
@@ -250,27 +264,27 @@ def _squeeze(tensor: torch.Tensor, dims: int | Sequence[int] | None = None) -> V
         dims = range(tensor.ndim)
     elif isinstance(dims, int):
         dims = [dims]
-    squeezed = {dim % tensor.ndim for dim in dims}
-    source_dims = [
-        dim for dim in range(tensor.ndim) if dim not in squeezed or tensor.shape[dim] != 1
+    named_dims = {dim % tensor.ndim for dim in dims}
+    kept_dims = [  # a dimension of another size than 1 stays
+        dim for dim in range(tensor.ndim) if dim not in named_dims or tensor.shape[dim] != 1
     ]
 
     def locate(offsets: Offsets, out: torch.Tensor) -> tuple[Offsets, torch.Tensor]:
-        full = [0] * tensor.ndim
-        for dim, offset in zip(source_dims, offsets, strict=True):
-            full[dim] = offset
+        tensor_offsets = [0] * tensor.ndim
+        for dim, offset in zip(kept_dims, offsets, strict=True):
+            tensor_offsets[dim] = offset
         for dim in range(tensor.ndim):
-            if dim not in source_dims:
+            if dim not in kept_dims:
                 out = out.unsqueeze(dim)
-        return tuple(full), out
+        return tuple(tensor_offsets), out
 
-    return _Moved(tensor, locate)
+    return _MovedElements(tensor, locate)
 
 
 def _permute(tensor: torch.Tensor, order: Sequence[int]) -> Values:
     order = [dim % tensor.ndim for dim in order]
     inverse = [order.index(dim) for dim in range(tensor.ndim)]
-    return _Moved(
+    return _MovedElements(
         tensor, lambda offsets, out: (tuple(offsets[dim] for dim in inverse), out.permute(inverse))
     )
 
@@ -285,9 +299,9 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     aten.detach: _same,
     aten.alias: _same,
     aten.clone: _same,
-    ATEN_TO_COPY: _same,  # reading converts to the dtype of the tensor that is read into
-    aten.cat: lambda tensors, dim=0: _Joined(tensors, dim % tensors[0].ndim),
-    aten.stack: lambda tensors, dim=0: _Joined(
+    ATEN_TO_COPY: _same,  # a read converts to the dtype of the tensor that gets the values
+    aten.cat: lambda tensors, dim=0: _JoinedTensors(tensors, dim % tensors[0].ndim),
+    aten.stack: lambda tensors, dim=0: _JoinedTensors(
         [tensor.unsqueeze(dim) for tensor in tensors], dim % (tensors[0].ndim + 1)
     ),
     aten.slice: _slice,
@@ -308,33 +322,32 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
 # --- any other operation ---
 
 
-class _Computed:
-    """A result that is computed in full when a part is read, and cached until another result is
-    computed."""
+class _ComputedResult:
+    """The result of a call of `func`, or result number `index` of several. A read of any part
+    computes the full result, which is cached until another result is computed."""
 
-    _latest: tuple[_Computed | None, torch.Tensor | None] = (None, None)
+    _cached: tuple[_ComputedResult, torch.Tensor] | None = None
 
     def __init__(self, func: Any, args: Any, kwargs: Any, index: int | None) -> None:
-        self._call = (func, args, kwargs, index)
+        self._func, self._index = func, index
+        self._arguments = (args, kwargs)
 
     def fill(self, offsets: Offsets, out: torch.Tensor) -> None:
-        if _Computed._latest[0] is not self:
-            _Computed._latest = (None, None)
-            func, args, kwargs, index = self._call
-            inputs = map_instances(LazyTensor, LazyTensor.read, (args, kwargs))
-            computed = func(*inputs[0], **inputs[1])
-            result: torch.Tensor = computed if index is None else computed[index]
-            _Computed._latest = (self, result)
-        value = _Computed._latest[1]
-        assert value is not None
-        out.copy_(narrowed(value, offsets, tuple(out.shape)))
+        if _ComputedResult._cached is None or _ComputedResult._cached[0] is not self:
+            _ComputedResult._cached = None  # frees memory before the computation
+            args, kwargs = map_instances(LazyTensor, LazyTensor.read, self._arguments)
+            results = self._func(*args, **kwargs)
+            computed: torch.Tensor = results if self._index is None else results[self._index]
+            _ComputedResult._cached = (self, computed)
+        _, result = _ComputedResult._cached
+        out.copy_(narrowed(result, offsets, tuple(out.shape)))
 
     def sources(self) -> Iterator[object]:
         inputs: list[LazyTensor] = []
-        map_instances(LazyTensor, inputs.append, self._call[1:3])
+        map_instances(LazyTensor, inputs.append, self._arguments)
         return _sources(inputs)
 
 
 def forget_computed() -> None:
     """Free the last computed result."""
-    _Computed._latest = (None, None)
+    _ComputedResult._cached = None

@@ -1,7 +1,7 @@
-"""A frozen base whose linear layers hold their weights in 4 bits (QLoRA) or 8 bits (LLM.int8), by
-bitsandbytes (0.50). Layers are replaced before there is an engine and hold nothing until their
-weights are read: nothing casts, moves or sends packed weights, and no rank ever holds more than one
-weight in full."""
+"""A frozen base whose linear layers have weights in 4 bits (QLoRA) or 8 bits (LLM.int8), by
+bitsandbytes (0.50). Layers are replaced before the engine exists, and are empty until their weights
+are read. So nothing casts, moves or sends packed weights, and no rank ever holds more than one full
+weight."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from bigtrain.system.extras import install_line
 
 
 def check_quantization(section: AdaptersSection | None) -> list[Problem]:
-    """Return a problem where the run needs bitsandbytes and it is not installed. Imports
-    nothing."""
+    """Return a problem if the run needs bitsandbytes, which is not installed. Imports nothing."""
     if section is None or not section.is_quantized or importlib.util.find_spec("bitsandbytes"):
         return []
     rule = "bitsandbytes is not installed"
@@ -42,7 +41,7 @@ def check_quantization(section: AdaptersSection | None) -> list[Problem]:
 def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: torch.dtype) -> None:
     """Replace linear layers of `model` by bitsandbytes' layers, in place, with empty weights.
     `dtype`: the run's dtype, to which weights are rounded before they are quantized. Biases stay.
-    Call `check_quantization` first, and `finish_layers` once adapters are added."""
+    Call `check_quantization` before, and `finish_layers` after adapters are added."""
     library = import_bitsandbytes()
     for name in quantized_layers(model):
         layer: Any = model.get_submodule(name)
@@ -59,7 +58,7 @@ def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: tor
                     has_fp16_weights=False,
                     threshold=section.llm_int8_threshold,
                 )
-            quantized.compute_dtype = layer.weight.dtype  # of the adapters that peft makes
+            quantized.compute_dtype = layer.weight.dtype  # peft makes adapters in this dtype
             quantized.weight = library.nn.Int8Params(
                 torch.empty(0, dtype=torch.int8), requires_grad=False
             )
@@ -70,7 +69,7 @@ def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: tor
                     num_inputs,
                     num_outputs,
                     bias=False,
-                    compute_dtype=layer.weight.dtype,  # of the adapters that peft makes next to it
+                    compute_dtype=layer.weight.dtype,  # peft makes adapters in this dtype
                     compress_statistics=section.double_quantization,
                     quant_type=section.quantization,
                 )
@@ -81,23 +80,23 @@ def quantize_layers(model: PreTrainedModel, section: AdaptersSection, dtype: tor
                 compress_statistics=section.double_quantization,
                 quant_type=section.quantization,
                 module=quantized,
-                bnb_quantized=True,  # else `to` would quantize what it holds
+                bnb_quantized=True,  # otherwise `to` would quantize the empty weight
             )
         quantized.bias = layer.bias
         quantized.quantized_from, quantized.is_transposed = dtype, is_transposed
         model.set_submodule(name, quantized)
     compute_plainly(model)
-    # Transformers sets it, and peft chooses its layers by.
+    # transformers sets this attribute, by which peft chooses its classes of layers.
     bits = "8bit" if section.quantization == "int8" else "4bit"
     setattr(model, f"is_loaded_in_{bits}", True)
 
 
 def compute_plainly(model: nn.Module) -> None:
-    """Make quantized layers compute as the run sets on every CPU, without a warning in each product
-    that LLM.int8 casts its inputs to float16.
+    """Make quantized layers compute in the run's way on every CPU, and suppress the warning of each
+    product that LLM.int8 casts inputs to float16.
 
-    On a CPU with AVX-512 BF16 they would pack their weights a second time in the first pass without
-    gradients, compute in bfloat16 from then on, and give no gradients any more (bitsandbytes
+    On a CPU with AVX-512 BF16, layers would otherwise pack their weights again in the first pass
+    without gradients, and compute in bfloat16 and without gradients afterwards (bitsandbytes
     0.50.2, nn/modules.py, `Linear4bit.forward`; autograd/_functions.py, `matmul_4bit`).
     """
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -109,7 +108,7 @@ def compute_plainly(model: nn.Module) -> None:
 
 def bits_and_bytes(section: AdaptersSection, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return the option with which `from_pretrained` quantizes like a run in `dtype`."""
-    import_bitsandbytes()  # which transformers imports
+    import_bitsandbytes()  # quietly, before transformers does
     if section.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=section.llm_int8_threshold)
     return BitsAndBytesConfig(
@@ -129,19 +128,20 @@ def fill_with_zeros(model: nn.Module, device: torch.device | str = "cpu") -> Non
         if _is_int8(layer):
             shape = (layer.out_features, layer.in_features)
             zeros = torch.zeros(shape, dtype=torch.int8, device=device)
-            _put_int8(layer, zeros, torch.zeros(layer.out_features, device=device))
+            _set_int8_weight(layer, zeros, torch.zeros(layer.out_features, device=device))
             continue
-        size = layer.out_features * layer.in_features
+        num_elements = layer.out_features * layer.in_features
+        num_blocks, num_bytes = -(-num_elements // BLOCK_SIZE), -(-num_elements // 2)
         with torch.device(device):
             state = import_bitsandbytes().functional.QuantState(
-                absmax=torch.zeros(-(-size // BLOCK_SIZE)),
+                absmax=torch.zeros(num_blocks),
                 shape=torch.Size((layer.out_features, layer.in_features)),
-                code=torch.zeros(16),
+                code=torch.zeros(16),  # values of the 4-bit codes
                 blocksize=BLOCK_SIZE,
                 quant_type=layer.weight.quant_type,
                 dtype=torch.float32,
             )
-            _put(layer, torch.zeros(-(-size // 2), 1, dtype=torch.uint8), state)
+            _set_4bit_weight(layer, torch.zeros(num_bytes, 1, dtype=torch.uint8), state)
 
 
 @torch.no_grad()
@@ -152,42 +152,43 @@ def finish_layers(model: nn.Module, section: AdaptersSection) -> None:
         layer: Any = module
         layer.compute_dtype = layer.quantized_from
         if _is_int8(layer):
-            _put_int8(layer, torch.empty(0, dtype=torch.int8), None)
+            _set_int8_weight(layer, torch.empty(0, dtype=torch.int8), None)
             continue
         if section.compute_dtype is not None:
             layer.compute_dtype = getattr(torch, section.compute_dtype)
-        _put(layer, torch.empty(0, dtype=torch.uint8), None)
+        _set_4bit_weight(layer, torch.empty(0, dtype=torch.uint8), None)
 
 
 @torch.no_grad()
 def read_quantized(model: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Read the weights of all quantized layers and pack them on `device`, one at a time. Not
-    collective: every rank reads every weight. Raises ModelError as `Weights.fill`."""
+    """Read and pack the weights of all quantized layers on `device`, one at a time. Not collective:
+    every rank reads every weight. Raises ModelError as `Weights.fill`."""
     for name, module in model.named_modules():
         if not is_quantized(module):
             continue
         layer: Any = module
-        source = base_name(f"{name}.weight")
-        full = allocate(tuple(weights.tensors[source].shape), layer.quantized_from)
-        weights.fill(source, (0, 0), full)
-        full = (full.T if layer.is_transposed else full).contiguous().to(device)
+        weight_name = base_name(f"{name}.weight")
+        weight = allocate(tuple(weights.tensors[weight_name].shape), layer.quantized_from)
+        weights.fill(weight_name, (0, 0), weight)
+        weight = (weight.T if layer.is_transposed else weight).contiguous().to(device)
         if _is_int8(layer):
-            # As bitsandbytes' layer does: of weights that are rounded to float16.
-            half = full.to(torch.float16)
-            codes, scales, _ = import_bitsandbytes().functional.int8_vectorwise_quant(half)
-            _put_int8(layer, codes, scales)
+            # bitsandbytes' layer rounds weights to float16 before it quantizes them too.
+            rounded = weight.to(torch.float16)
+            codes, scales, _ = import_bitsandbytes().functional.int8_vectorwise_quant(rounded)
+            _set_int8_weight(layer, codes, scales)
             continue
         packed, state = import_bitsandbytes().functional.quantize_4bit(
-            full,
+            weight,
             blocksize=BLOCK_SIZE,
             compress_statistics=layer.weight.compress_statistics,
             quant_type=layer.weight.quant_type,
         )
-        _put(layer, packed, state)
+        _set_4bit_weight(layer, packed, state)
     forget_computed()
 
 
-def _put(layer: Any, packed: torch.Tensor, state: Any) -> None:
+def _set_4bit_weight(layer: Any, packed: torch.Tensor, state: Any) -> None:
+    """Set the `packed` weight of a layer in 4 bits, and bitsandbytes' `state` to unpack it."""
     layer.weight.data = packed
     layer.weight.quant_state = layer.quant_state = state
 
@@ -197,7 +198,9 @@ def _is_int8(layer: Any) -> bool:
     return hasattr(layer, "state")
 
 
-def _put_int8(layer: Any, codes: torch.Tensor, scales: torch.Tensor | None) -> None:
+def _set_int8_weight(layer: Any, codes: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Set the weight of an LLM.int8 layer: `codes` [out, in], and `scales` [out], the largest
+    absolute values; None: an empty weight."""
     layer.weight.data = codes
     layer.state.CB = None if scales is None else codes
     layer.state.SCB = scales
@@ -205,18 +208,18 @@ def _put_int8(layer: Any, codes: torch.Tensor, scales: torch.Tensor | None) -> N
 
 @torch.no_grad()
 def dequantized(layer: Any) -> torch.Tensor:
-    """Return the dequantized weight of a layer, as used in its products [out, in]."""
+    """Return the dequantized weight [out, in] of a layer, with which the layer computes."""
     if _is_int8(layer):
         codes: torch.Tensor = layer.state.CB.to(torch.float32)
         return codes.mul_(layer.state.SCB.unsqueeze(1).mul(1.0 / 127.0))
-    full: torch.Tensor = import_bitsandbytes().functional.dequantize_4bit(
+    weight: torch.Tensor = import_bitsandbytes().functional.dequantize_4bit(
         layer.weight.data, layer.weight.quant_state
     )
-    return full
+    return weight
 
 
 def weight_in_graph(module: Any) -> Any:
-    """Return the weight of a layer [out, in], dequantized from 4 bits, by code that graphs may
+    """Return the weight [out, in] of a layer, dequantized if in 4 bits, by code that graphs may
     contain."""
     weight = module.weight
     if type(weight) is nn.Parameter:
@@ -227,7 +230,7 @@ def weight_in_graph(module: Any) -> Any:
 
 
 def import_bitsandbytes() -> Any:
-    """Import bitsandbytes, which is an optional dependency: on use only."""
+    """Return bitsandbytes, an optional dependency that is imported on use only."""
     with quiet_bitsandbytes():
         import bitsandbytes
     return bitsandbytes
@@ -235,8 +238,8 @@ def import_bitsandbytes() -> Any:
 
 def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
     """Return `weights` with the initial values of DoRA's magnitudes in `model`: the 2-norm of every
-    output's weights, float32 [outputs]. Nothing is read here; the magnitudes of a 4-bit layer are
-    computed from its quantized weight when they are read."""
+    output's weights, float32 [outputs]. Reads no weights; the magnitudes of a 4-bit layer are
+    computed from the quantized weight when they are read."""
     tensors: dict[str, LazyTensor] = dict(weights.tensors)
     for name, _ in model.named_parameters():
         if name.endswith(MAGNITUDE):
@@ -244,18 +247,17 @@ def with_magnitudes(weights: Weights, model: nn.Module) -> Weights:
             layer: Any = model.get_submodule(layer_name)
             base_layer = layer.base_layer
             if is_quantized(base_layer):
-                tensors[name] = LazyTensor(
-                    (base_layer.out_features,), torch.float32, _DequantizedView(base_layer)
-                )
+                shape, magnitudes = (base_layer.out_features,), _QuantizedMagnitudes(base_layer)
+                tensors[name] = LazyTensor(shape, torch.float32, magnitudes)
                 continue
-            base = weights.tensors[f"{layer_name}.weight"]
-            tensors[name] = magnitude(base, transposed=bool(layer.fan_in_fan_out))
+            weight = weights.tensors[f"{layer_name}.weight"]
+            tensors[name] = magnitude(weight, transposed=bool(layer.fan_in_fan_out))
     return replace(weights, tensors=tensors)
 
 
 @dataclass(frozen=True)
-class _DequantizedView:
-    """Magnitudes of a layer in 4 bits, which differ from the magnitudes of the file's weights."""
+class _QuantizedMagnitudes:
+    """Magnitudes of a quantized layer, which differ from the magnitudes of the file's weights."""
 
     layer: Any
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +70,18 @@ def merge_run(
     """
     # Check the shares, and divide them by their sum.
     shares = shares or [1.0] * len(steps)
-    text = ",".join(f"{share:g}" for share in shares)
+    shares_text = ",".join(f"{share:g}" for share in shares)
     if len(shares) != len(steps):
         rule = f"has {len(shares)} shares for {len(steps)} checkpoints"
-        raise ConfigError(Problem("--weights", text, rule, "one for each, oldest first"))
-    if not all(0 < share < float("inf") for share in shares):
-        raise ConfigError(Problem("--weights", text, "is not above zero", "--weights 1,1"))
+        raise ConfigError(Problem("--weights", shares_text, rule, "one for each, oldest first"))
+    if not all(0 < share < math.inf for share in shares):
+        raise ConfigError(Problem("--weights", shares_text, "is not above zero", "--weights 1,1"))
     shares = [share / sum(shares) for share in shares]
 
     directories = [checkpoints.find(run_directory, step, warn=warn) for step in steps]
     states = [checkpoints.read_state(directory) for directory in directories]
-    state = states[-1]
-    config = RunConfig.model_validate(state["config"])
+    last_state = states[-1]
+    config = RunConfig.model_validate(last_state["config"])
     if config.adapters is not None:
         raise ModelError(
             f"{run_directory} has adapters, and the mean of their two factors is not the mean of "
@@ -90,17 +91,18 @@ def merge_run(
     # Open the tensors of all checkpoints; the means are computed when they are written.
     model_directory = run_directory / MODEL_CONFIG
     hf_config = load_hf_config(ModelSection(config=str(model_directory), type=config.model.type))
-    opened = [
+    tensors_by_checkpoint = [
         open_weights(directory / checkpoints.TENSORS, checkpoints.list_tensors(directory))
         for directory in directories
     ]
-    weights = _means(opened, directories, shares)
+    weights = _means(tensors_by_checkpoint, directories, shares)
     last_probe = Probe.load(directories[-1] / checkpoints.PROBE, config.precision.dtype)
-    card = model_card(config, int(state["step"]), run_directory / "metrics.jsonl")
+    card = model_card(config, int(last_state["step"]), run_directory / "metrics.jsonl")
     listed = ", ".join(f"{step} ({share:.3g})" for step, share in zip(steps, shares, strict=True))
     card += f"\nThe weights are the mean of the checkpoints of steps (shares) {listed}.\n"
-    site_note = next(filter(None, map(one_site_note, states)), "")
-    if site_note:
+    site_notes = [note for note in map(one_site_note, states) if note]
+    if site_notes:
+        site_note = site_notes[0]
         card += f"\n{site_note}\n"
         warn(f"{output}: {site_note}")
     notes = write_export(
@@ -116,19 +118,24 @@ def merge_run(
         weights,
         hf_config,
         config,
-        as_stored=frozen_names(config, state),
-        probe=probe_of(weights, hf_config, last_probe),  # logits of the mean for its input
+        as_stored=frozen_names(config, last_state),
+        # Logits of the mean, for the input of the last checkpoint's probe.
+        probe=probe_of(weights, hf_config, last_probe),
     )
     for note in notes:
         warn(f"{output}: {note}")
 
 
 def _means(
-    opened: Sequence[Mapping[str, LazyTensor]], directories: Sequence[Path], shares: Sequence[float]
+    checkpoint_tensors: Sequence[Mapping[str, LazyTensor]],
+    directories: Sequence[Path],
+    shares: Sequence[float],
 ) -> dict[str, torch.Tensor]:
-    """Return lazy means by name. Raises ModelError for checkpoints of another model."""
-    expected = {name: tuple(tensor.shape) for name, tensor in opened[-1].items()}
-    for directory, tensors in zip(directories, opened, strict=True):
+    """Return lazy means by name. checkpoint_tensors: tensors by name, for each checkpoint. Raises
+    ModelError for checkpoints of another model."""
+    last_tensors = checkpoint_tensors[-1]
+    expected = {name: tuple(tensor.shape) for name, tensor in last_tensors.items()}
+    for directory, tensors in zip(directories, checkpoint_tensors, strict=True):
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if shapes != expected:
             names = sorted(name for name, _ in shapes.items() ^ expected.items())
@@ -136,17 +143,17 @@ def _means(
                 f"{directory} has other tensors than {directories[-1]} ({names[0]}) -> merge "
                 "checkpoints of one model"
             )
-    return {
-        name: LazyTensor(
-            tensor.shape, tensor.dtype, _Mean([tensors[name] for tensors in opened], shares)
-        )
-        for name, tensor in opened[-1].items()
-    }
+    means: dict[str, torch.Tensor] = {}
+    for name, tensor in last_tensors.items():
+        mean = _Mean([tensors[name] for tensors in checkpoint_tensors], shares)
+        means[name] = LazyTensor(tensor.shape, tensor.dtype, mean)
+    return means
 
 
 @dataclass(frozen=True)
 class _Mean:
-    """Weighted mean of tensors; of integers (counts in buffers), the values of the last tensor."""
+    """Weighted mean of tensors. Integers, which are counts in buffers, have no mean: the last
+    tensor is taken."""
 
     tensors: Sequence[LazyTensor]
     shares: Sequence[float]

@@ -16,14 +16,14 @@ from pydantic import ValidationError
 
 from bigtrain.data.samples.phases import Phase, SourcePhase, differences, next_phase
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
-from bigtrain.models.weights.checksums import FileSum, Sums, files_read_with, sum_of
+from bigtrain.models.weights.checksums import Sums, files_read_with, sum_of
 from bigtrain.run.checkpointing import checkpoints
 from bigtrain.settings.lr_schedule import learning_rate_at
 from bigtrain.settings.run_config import BatchSection, RunConfig
 from bigtrain.settings.sections.optimizer import OPTIMIZERS
 
-# What may change, since it leaves the mathematics as they are. Every other setting must be equal.
-# Which tokens are read, in which proportions, is compared by the data phases.
+# Settings that may change, since they do not change the mathematics. Every other setting must be
+# equal. The data phases compare which tokens are read, in which proportions.
 _FREE_SECTIONS = frozenset(
     "output logging checkpoint evaluation engine parallel profile watchdog guard callbacks".split()
 )
@@ -38,11 +38,17 @@ _FREE = frozenset(
     sites.timeout_seconds sites.server sites.token_file sites.certificate_file sites.start_server
     """.split()
 )
-_PACKING = ("batch.sequence_length", "data.packing", "data.long_documents")
+_PACKING_KEYS = ("batch.sequence_length", "data.packing", "data.long_documents")
 """Settings by which documents are packed."""
-_SHAPES = ("model.config", "model.type", "model.overrides", "model.path", "model.vocabulary")
+_SHAPE_KEYS = (
+    "model.config",
+    "model.type",
+    "model.overrides",
+    "model.path",
+    "model.vocabulary",
+)
 """Settings that may give tensors other shapes, into which no checkpoint can be read."""
-_TRAINED = (
+_TRAINED_KEYS = (
     "model.frozen objective.type objective.mtp_weight adapters adapters.rank adapters.targets "
     "adapters.target_parameters adapters.modules_to_save adapters.dora adapters.init"
 ).split()
@@ -62,9 +68,9 @@ def refuse_other_run(
     sources: Sequence[SourcePhase] | None = None,
     parameters: Parameters | None = None,
 ) -> Path | None:
-    """Return the checkpoint that the run would resume from, or None. Reads no tensors. What is not
-    given is not compared; otherwise as `resumed_phases`. Raises CheckpointError for other
-    settings."""
+    """Return the checkpoint that the run would resume from, or None. Reads no tensors. Compares as
+    `resumed_phases`, without `sources` or `parameters` if they are None. Raises CheckpointError for
+    other settings."""
     directory = Path(config.output.directory)
     for path in checkpoints.usable(directory, lambda _reason: None):
         try:
@@ -97,24 +103,25 @@ def resumed_phases(
     packing_before = document["config"]["data"].get("packing", "concatenate")
     if packing_before != "concatenate" or config.data.has_complete_documents:
         # Packing permutes the documents of an epoch, so a change leaves unknown what is unread.
-        packing = [f"  {key}: {text}" for key, text in changes if key in _PACKING]
-        if packing:
+        packing_lines = [f"  {key}: {text}" for key, text in changes if key in _PACKING_KEYS]
+        if packing_lines:
             raise CheckpointError(
                 f"{directory}: other settings pack the documents differently, so that the unread "
                 "rest of the epoch is not known; restore the settings, or export the weights and "
-                "begin a new run with them:\n" + "\n".join(packing)
+                "begin a new run with them:\n" + "\n".join(packing_lines)
             )
 
     # The data phases so far, and one more if the data has changed.
     phases = tuple(Phase.from_json(phase) for phase in document["phases"])
-    now = config.model_copy(update={"batch": config.batch.at(document["step"])})
-    following = next_phase(phases[-1], now, sources, document["samples"])
+    current_config = config.model_copy(update={"batch": config.batch.at(document["step"])})
+    following = next_phase(phases[-1], current_config, sources, document["samples"])
 
-    # Every difference is listed once.
-    named = {key for key, _ in changes}
-    if _has_phases(document, config):  # compared by `_changed_batches`
-        named.add("batch.sequence_length")
-    changes += [change for change in differences(phases[-1], following) if change[0] not in named]
+    # Add the differences of the data, and list every setting once.
+    listed_keys = {key for key, _ in changes}
+    if _has_batch_phases(document, config):  # `_changed_batches` has compared the lengths
+        listed_keys.add("batch.sequence_length")
+    data_changes = differences(phases[-1], following)
+    changes += [(key, text) for key, text in data_changes if key not in listed_keys]
     _refuse_changes(changes, document, config, directory, parameters)
     return phases if following is phases[-1] else (*phases, following)
 
@@ -127,10 +134,11 @@ def changed_rate(document: dict[str, Any], config: RunConfig) -> str | None:
     except ValueError:  # of another release of bigtrain
         return None
     step = int(document["step"])
-    before, now = (
-        learning_rate_at(step, run.optimizer.lr, run.schedule, run.train.total_steps)
-        for run in (stored_config, config)
-    )
+
+    def next_rate(run: RunConfig) -> float:
+        return learning_rate_at(step, run.optimizer.lr, run.schedule, run.train.total_steps)
+
+    before, now = next_rate(stored_config), next_rate(config)
     if math.isclose(before, now, rel_tol=1e-9) or step >= config.train.total_steps:
         return None
     keys = [
@@ -165,7 +173,7 @@ def changed_averages(document: dict[str, Any], config: RunConfig) -> str | None:
     return f"optimizer.ema.decay: {before:g} in the checkpoint, {now:g} from now on"
 
 
-def _has_phases(document: dict[str, Any], config: RunConfig) -> bool:
+def _has_batch_phases(document: dict[str, Any], config: RunConfig) -> bool:
     return bool(config.batch.phases or document["config"]["batch"]["phases"])
 
 
@@ -173,8 +181,8 @@ def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple
     """Return the settings of the mathematics that differ from the checkpoint's: for each the key,
     and a text with both values."""
     stored = document["config"]
-    # The checkpoint lacks newer settings: a newer setting changes nothing unless it is set, so its
-    # default is compared.
+    # A checkpoint of an older release lacks newer settings: their defaults, which change nothing,
+    # stand for them.
     try:
         before = mathematics(RunConfig.model_validate(stored))
     except ValidationError:  # an extension that is no longer installed
@@ -186,29 +194,32 @@ def _changed_settings(document: dict[str, Any], config: RunConfig) -> list[tuple
         for key in sorted(before.keys() | now.keys())
         for text in _differences(before.get(key), now.get(key))
     ]
-    if not _has_phases(document, config):
+    if not _has_batch_phases(document, config):
         return changes
-    batches = _changed_batches(BatchSection.model_validate(stored["batch"]), config, document)
-    return [*(change for change in changes if not change[0].startswith("batch.")), *batches]
+    # With phases, compare the batches of all steps instead of the settings.
+    other_changes = [(key, text) for key, text in changes if not key.startswith("batch.")]
+    stored_batch = BatchSection.model_validate(stored["batch"])
+    return other_changes + _changed_batches(stored_batch, config, document)
 
 
 def _changed_batches(
     stored: BatchSection, config: RunConfig, document: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return the steps with another batch, those before the checkpoint apart from later ones."""
+    """Return the ranges of steps with a changed batch, as keys and texts. A range does not span the
+    step of the checkpoint."""
     step = int(document["step"])
+
+    def batch_text(batch: BatchSection) -> str:
+        return f"{batch.samples_per_step} samples of {batch.sequence_length} tokens"
+
     bounds = sorted({0, step, *stored.ends(), *config.batch.ends()})
     changes = []
     for begin, end in zip(bounds, [*bounds[1:], None], strict=True):
-        before, now = (
-            f"{batch.samples_per_step} samples of {batch.sequence_length} tokens"
-            for batch in (stored.at(begin), config.batch.at(begin))
-        )
+        before, now = batch_text(stored.at(begin)), batch_text(config.batch.at(begin))
         if before != now:
             steps = f"steps {begin + 1} on" if end is None else f"steps {begin + 1} to {end}"
-            trained_text = (
-                ", which the run has trained with" if end is not None and end <= step else ""
-            )
+            is_trained = end is not None and end <= step
+            trained_text = ", which the run has trained with" if is_trained else ""
             changes.append(("batch.phases", f"{steps}: {before} there{trained_text}, {now} now"))
     return changes
 
@@ -220,10 +231,10 @@ def _changed_groups(
     may be of another release of bigtrain or transformers."""
     now = parameters.record()
     changes = []
-    no_longer = sorted(set(stored["decaying"]) - set(now["decaying"]))
+    no_longer_decaying = sorted(set(stored["decaying"]) - set(now["decaying"]))
     newly_decaying = sorted(set(now["decaying"]) - set(stored["decaying"]))
     if config.optimizer.weight_decay:
-        texts = [f"fell on {name} there, and not now" for name in no_longer]
+        texts = [f"fell on {name} there, and not now" for name in no_longer_decaying]
         texts += [f"falls on {name} now, and did not there" for name in newly_decaying]
         changes += [("optimizer.weight_decay", text) for text in texts]
     if stored["matrices"] != now["matrices"]:
@@ -233,16 +244,16 @@ def _changed_groups(
 
 
 def _differences(before: Any, now: Any) -> Iterator[str]:
-    """Yield differences, of two dictionaries by key: one of a model fills a screen."""
+    """Yield a text for two values that differ; for two dictionaries, which may be long, a text for
+    each key that differs."""
     if before == now:
         return
     if not isinstance(before, dict) or not isinstance(now, dict):
         yield f"{before!r} there, {now!r} now"
         return
     for name in sorted(before.keys() | now.keys()):
-        old_text, new_text = (
-            repr(tree[name]) if name in tree else "absent" for tree in (before, now)
-        )
+        old_text = repr(before[name]) if name in before else "absent"
+        new_text = repr(now[name]) if name in now else "absent"
         if old_text != new_text:
             yield f"{name}: {old_text} there, {new_text} now"
 
@@ -254,11 +265,13 @@ def _refuse_changes(
     directory: Path,
     parameters: Parameters | None = None,
 ) -> None:
-    # First what no setting allows, so that no advice is refused in turn: an optimizer that needs
-    # states which the checkpoint lacks, and parameters without states.
+    """Raise CheckpointError for `changes` that ``checkpoint.allow_changes`` does not name, and for
+    an optimizer or parameters whose states the checkpoint lacks."""
+    # First the changes that no setting allows, lest the error below advises to allow them.
     stored_type = document["config"]["optimizer"].get("type", "adamw")
     stored = OPTIMIZERS.get(stored_type)
-    if stored is not None and not set(config.optimizer.facts.states) <= set(stored.states):
+    needed_states = set(config.optimizer.facts.states)
+    if stored is not None and not needed_states <= set(stored.states):
         raise CheckpointError(
             f"{directory}: has states of optimizer.type = {stored_type}, which "
             f"{config.optimizer.type} cannot continue -> optimizer.type={stored_type}, or export "
@@ -268,7 +281,7 @@ def _refuse_changes(
         # The moments of thawed parameters would begin at 0, and AdamW corrects that by its number
         # of steps, which all parameters share: the first updates would have another size.
         still_frozen = set(parameters.record()["frozen"])
-        thawed = [n for n in document["parameters"]["frozen"] if n not in still_frozen]
+        thawed = [name for name in document["parameters"]["frozen"] if name not in still_frozen]
         if thawed:
             names = thawed[0] + (f" and {len(thawed) - 1} more" if len(thawed) > 1 else "")
             raise CheckpointError(
@@ -285,7 +298,7 @@ def _refuse_changes(
         if not any(f"{key}.".startswith(f"{entry}.") for entry in allowed)
     ]
     if refused:
-        # Includes what is allowed already, so that pasting this is enough.
+        # With the changes that are allowed already, so that the value can be pasted.
         keys = ",".join(sorted({*allowed, *(key for key, _ in refused)}))
         remedy = (
             "or restore the settings (with these train.steps nothing would be left to do; with "
@@ -294,8 +307,8 @@ def _refuse_changes(
             else f"restore the settings, or resume with these by checkpoint.allow_changes=[{keys}]"
         )
         for settings, rule in (
-            (_SHAPES, "leaves every tensor its shape"),
-            (_TRAINED, "trains no tensor that the checkpoint lacks"),
+            (_SHAPE_KEYS, "leaves every tensor its shape"),
+            (_TRAINED_KEYS, "trains no tensor that the checkpoint lacks"),
         ):
             if named := sorted({key for key, _ in refused} & {*settings}):
                 remedy += f" (of {', '.join(named)} only what {rule} can change)"
@@ -311,7 +324,7 @@ def mathematics(config: RunConfig) -> dict[str, Any]:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as "section.key", without the settings that every launch may change."""
+    """Return the settings of `config` by "section.key", without the free ones."""
     flat: dict[str, Any] = {}
     for section, value in config.items():
         if section in _FREE_SECTIONS:
@@ -338,7 +351,10 @@ def fingerprint(weights: Sums) -> dict[str, dict[str, object]]:
     first = Path(next(iter(weights)))
     entries = {Path(name).name: file_sum for name, file_sum in weights.items()}
     entries[_CONFIG] = sum_of(first.with_name(_CONFIG))
-    return {n: {"bytes": s.num_bytes, "xxh3": s.xxh3} for n, s in sorted(entries.items())}
+    return {
+        name: {"bytes": file_sum.num_bytes, "xxh3": file_sum.xxh3}
+        for name, file_sum in sorted(entries.items())
+    }
 
 
 def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) -> None:
@@ -346,28 +362,25 @@ def refuse_other_base(document: dict[str, Any], weights: Sums, directory: Path) 
     `weights`: as for `fingerprint`. `directory`: the checkpoint, for errors. Every rank may call
     it. Raises CheckpointError with all files that differ."""
     listed, current = document.get(BASE, {}), fingerprint(weights)
-    different = [
-        f"  {name}: {_text(listed.get(name))} there, {_text(current.get(name))} now"
-        for name in sorted(listed.keys() | current.keys())
-        # Tokenizer files only if they were listed: older releases did not list them.
-        if (name in listed or name == _CONFIG or name.endswith(".safetensors"))
-        and listed.get(name) != current.get(name)
-    ]
-    if different:
+    lines = []
+    for name in sorted(listed.keys() | current.keys()):
+        # Older releases did not list tokenizer files: compare these only if they are listed.
+        is_compared = name in listed or name == _CONFIG or name.endswith(".safetensors")
+        before, now = listed.get(name), current.get(name)
+        if is_compared and before != now:
+            lines.append(f"  {name}: {_entry_text(before)} there, {_entry_text(now)} now")
+    if lines:
         raise CheckpointError(
             f"{directory} has adapters of a base other than the current model.path -> restore its "
-            "files, or set model.path to the directory that has them:\n" + "\n".join(different)
+            "files, or set model.path to the directory that has them:\n" + "\n".join(lines)
         )
 
 
-def _text(entry: dict[str, object] | None) -> str:
+def _entry_text(entry: dict[str, object] | None) -> str:
     return "absent" if entry is None else f"{entry['bytes']} bytes, checksum {entry['xxh3']}"
 
 
 def base_sums(files: tuple[Path, ...]) -> Sums:
     """Return checksums of the base's weight files and of the files next to them that affect its
     numbers, by absolute path. Raises ModelError if one cannot be read."""
-    sums: dict[str, FileSum] = {
-        str(path.absolute()): sum_of(path) for path in files_read_with(files)
-    }
-    return sums
+    return {str(path.absolute()): sum_of(path) for path in files_read_with(files)}

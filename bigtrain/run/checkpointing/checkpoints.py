@@ -56,12 +56,12 @@ STATE = "state.json"
 LAYOUT = "layout.json"
 PROBE = "probe.safetensors"
 TENSORS = "tensors"
-_NAME = re.compile(r"step-(\d{8,})")
+_STEP_NAME = re.compile(r"step-(\d{8,})")
 _FILE_NAME = re.compile(rf"({TENSORS}/)?[^/.][^/]*")
 
 Contents = Literal["none", "small", "all"]
 """Files that are compared with their checksums, in addition to the sizes of all files: `small` is
-all but tensor files, which every rank compares block by block as it reads of them."""
+all but tensor files, whose blocks every rank compares as it reads them."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ def commit(
     right before anything but `partial` changes; may raise. Raises CheckpointError if a size on disk
     differs."""
     files = {f"{TENSORS}/{name}": entry for name, entry in sorted(written.items())}
-    for name, (expected, _) in files.items():
+    for name, (written_bytes, _) in files.items():
         path = partial / name
         num_bytes = path.stat().st_size if path.is_file() else None
-        if num_bytes != expected:
+        if num_bytes != written_bytes:
             raise CheckpointError(
                 f"{path}: {'missing' if num_bytes is None else f'{num_bytes} bytes'} on the "
-                f"main rank's host, {expected} bytes were written -> output.directory must "
+                f"main rank's host, {written_bytes} bytes were written -> output.directory must "
                 "be on a file system that all hosts share"
             )
     for path in sorted(path for path in partial.iterdir() if path.is_file()):
@@ -136,10 +136,9 @@ def commit(
     write_whole(partial / MANIFEST, manifest_text(CheckpointManifest(identity, files)).encode())
     final = partial.with_name(partial.name.split(".", 1)[0])
     permit()
+    # A corrupt checkpoint: resume skipped it, since else the run would be past this step.
     if os.path.lexists(final):
-        remove(
-            final
-        )  # a corrupt one that resume skipped; otherwise the run would be past this step
+        remove(final)
     partial.rename(final)
     sync_to_disk(final.parent)
     return final
@@ -190,23 +189,23 @@ def read_manifest(directory: Path) -> CheckpointManifest:
             name: (int(entry["bytes"]), str(entry[_checksum_key(name)]))
             for name, entry in document["files"].items()
         }
-        # Names of files are joined to the directory: none may leave it.
-        strange = [name for name in files if _FILE_NAME.fullmatch(name) is None]
-        if strange:
-            raise ValueError(f"it lists {strange[0]!r}")
+        # Names are joined to the directory: "../x" must be refused.
+        refused_names = [name for name in files if _FILE_NAME.fullmatch(name) is None]
+        if refused_names:
+            raise ValueError(f"it lists {refused_names[0]!r}")
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{path}: missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: unreadable ({error})") from error
 
-    # The manifest of a complete checkpoint, in the directory in which it was written.
+    # It must list a state and tensors, and be in the directory in which it was written.
     manifest = CheckpointManifest(identity, files)
     if STATE not in files or not manifest.headers:
         raise CorruptCheckpointError(
             f"{path}: does not list {f'{TENSORS}/' if STATE in files else STATE}"
         )
-    name = _NAME.fullmatch(directory.name)
-    if name is not None and int(name[1]) != identity.step:
+    name_match = _STEP_NAME.fullmatch(directory.name)
+    if name_match is not None and int(name_match[1]) != identity.step:
         raise CorruptCheckpointError(f"{path}: is of step {identity.step}, unlike {directory.name}")
     return manifest
 
@@ -233,6 +232,7 @@ def _verify(directory: Path, contents: Contents) -> None:
     if not directory.is_dir():
         entry_type = f"a link to {os.readlink(directory)}" if directory.is_symlink() else "a file"
         raise CorruptCheckpointError(f"{directory}: is {entry_type}, not a directory")
+    # Sizes, and contents of small files; the contents of tensor files are compared last.
     manifest = read_manifest(directory)
     for name, (num_bytes, checksum) in manifest.files.items():
         is_read = contents != "none" and not name.startswith(f"{TENSORS}/")
@@ -293,33 +293,32 @@ def make_run_id(run_directory: Path) -> str:
     """Return the run's id, and write it if it is missing: the id of the newest checkpoint, or a new
     id for a new run. If launches overlap, the first to write it wins."""
     run_id = read_run_id(run_directory)
-    if run_id is None:
-        run_id = secrets.token_hex(8)
-        for step in reversed(list_steps(run_directory)):
-            with suppress(CorruptCheckpointError):
-                run_id = read_manifest(checkpoint_path(run_directory, step)).identity.run
-                break
-        run_directory.mkdir(parents=True, exist_ok=True)
-        path, content = run_directory / RUN_ID, f"{run_id}\n".encode()
-        draft = run_directory / f".{RUN_ID}.{secrets.token_hex(4)}"
-        if not create_whole(path, content, draft):
-            written = read_run_id(run_directory)
-            if written is not None:
-                return written
-            write_whole(path, content, draft)  # replaces a corrupt one
+    if run_id is not None:
+        return run_id
+    run_id = secrets.token_hex(8)
+    for step in reversed(list_steps(run_directory)):
+        with suppress(CorruptCheckpointError):
+            run_id = read_manifest(checkpoint_path(run_directory, step)).identity.run
+            break
+    run_directory.mkdir(parents=True, exist_ok=True)
+    path, content = run_directory / RUN_ID, f"{run_id}\n".encode()
+    draft = run_directory / f".{RUN_ID}.{secrets.token_hex(4)}"
+    if create_whole(path, content, draft):
+        return run_id
+    # The file exists: another launch has written it in the meantime, or it is corrupt.
+    other_id = read_run_id(run_directory)
+    if other_id is not None:
+        return other_id
+    write_whole(path, content, draft)
     return run_id
 
 
 def list_steps(run_directory: Path) -> list[int]:
-    """Return steps that have a checkpoint, complete or corrupt, oldest first; also of entries that
-    only have the name of a checkpoint, for instance a broken link: these must not be skipped
-    silently."""
-    numbers = []
-    for path in (run_directory / "checkpoints").glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match:
-            numbers.append(int(match[1]))
-    return sorted(numbers)
+    """Return the steps that have a checkpoint, complete or corrupt, oldest first. A broken link or
+    a file with the name of a checkpoint counts, lest it be skipped silently."""
+    paths = (run_directory / "checkpoints").glob("step-*")
+    matches = (_STEP_NAME.fullmatch(path.name) for path in paths)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def usable(
@@ -404,7 +403,7 @@ def list_tensors(directory: Path) -> Listing:
 
 
 def remove(directory: Path) -> None:
-    """Remove a checkpoint. A kill in between leaves garbage, never what looks complete."""
+    """Remove a checkpoint. A kill in between leaves garbage, not a partial checkpoint."""
     doomed = directory.with_name(f"{directory.name}.removed-{os.getpid()}")
     _discard(doomed)
     directory.rename(doomed)
@@ -423,7 +422,7 @@ def _discard(path: Path) -> None:
 def garbage(run_directory: Path) -> list[Path]:
     """Return leftovers of interrupted saves and deletions, if no save is in progress."""
     paths = (run_directory / "checkpoints").glob("step-*")
-    return [path for path in paths if not _NAME.fullmatch(path.name)]
+    return [path for path in paths if not _STEP_NAME.fullmatch(path.name)]
 
 
 def clear_garbage(run_directory: Path) -> None:

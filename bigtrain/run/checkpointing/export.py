@@ -55,7 +55,7 @@ def export_run(
     directory = checkpoints.find(run_directory, step, warn=warn)
     state = checkpoints.read_state(directory)
     config = RunConfig.model_validate(state["config"])
-    # As the run directory has it: the model of `config.model` may be deleted or changed by now.
+    # From the run directory: the model of `config.model` may be deleted or changed by now.
     section = ModelSection(config=str(run_directory / MODEL_CONFIG), type=config.model.type)
     hf_config = with_mtp_layers(load_hf_config(section), trains=config.objective.mtp_weight > 0)
     _refuse_options(directory, state, config, merge=merge, average=average)
@@ -68,7 +68,8 @@ def export_run(
     probe = Probe.load(directory / checkpoints.PROBE, config.precision.dtype)
     library = "transformers" if config.adapters is None or merge else "peft"
     card = model_card(config, state["step"], run_directory / "metrics.jsonl", library=library)
-    card += f"\n{site_note}\n" * bool(site_note)
+    if site_note:
+        card += f"\n{site_note}\n"
     destination = Destination(
         output,
         run_directory / "tokenizer",
@@ -133,9 +134,9 @@ def write_export(
     directory. `as_stored`: names of weights that stay as in the base's files. Returns a note for
     each thing that was changed or added. Raises as `export_model`."""
     record = BaseRecord.find(run_directory)
-    missing = []
+    base_notes = []
     if record is None and config.model.path is not None:
-        missing.append(
+        base_notes.append(
             f"the run has no record of its base {config.model.path} (started by an older bigtrain, "
             "or its folder base was removed): other files of the base, tensors that transformers "
             "does not load, and the dtype of each tensor are not kept"
@@ -149,7 +150,7 @@ def write_export(
         probe=probe,
         base=record,
         as_stored=as_stored,
-        base_notes=missing,
+        base_notes=base_notes,
     )
 
 
@@ -195,22 +196,22 @@ def model_card(
     """Return Markdown with the front matter that the Hugging Face Hub reads. `metrics`: the run's
     metrics.jsonl; `library`: the Hub's name of the library that loads the export."""
     base = config.model.path
-    front: dict[str, Any] = {"library_name": library, "tags": ["bigtrain"]}
-    if base is not None and not Path(base).exists():
-        front["base_model"] = base
-    tokens = config.batch.tokens_until(step) * config.objective.kind.rows_per_sample
-    sources = [config.data.path, *(source.path for source in config.data.sources)]
-    figures = {
+    front_matter: dict[str, Any] = {"library_name": library, "tags": ["bigtrain"]}
+    if base is not None and not Path(base).exists():  # a name of the hub
+        front_matter["base_model"] = base
+    num_tokens = config.batch.tokens_until(step) * config.objective.kind.rows_per_sample
+    data_paths = [config.data.path, *(source.path for source in config.data.sources)]
+    facts = {
         "step": f"{step:,} of {config.train.total_steps:,}",
-        "tokens seen": f"{tokens:,}",
-        "data": ", ".join(filter(None, sources)),
-        **_last_figures(metrics, step, config.objective.kind.unit_name),
+        "tokens seen": f"{num_tokens:,}",
+        "data": ", ".join(filter(None, data_paths)),
+        **_last_metrics(metrics, step, config.objective.kind.unit_name),
     }
     dumped = config.model_dump(mode="json", exclude_defaults=True)
     settings = {name: dumped[name] for name in _SECTIONS if name in dumped}
-    rows = "".join(f"| {name} | {value} |\n" for name, value in figures.items())
+    rows = "".join(f"| {name} | {value} |\n" for name, value in facts.items())
     return (
-        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n"
+        f"---\n{yaml.safe_dump(front_matter, sort_keys=False)}---\n\n"
         f"Trained {'from ' + base if base else 'from random weights'} with bigtrain {__version__} "
         "(DeepSpeed), and its logits were compared with the trained model's on export.\n\n"
         f"| | |\n|---|---|\n{rows}\n## Settings\n\n"
@@ -218,8 +219,9 @@ def model_card(
     )
 
 
-def _last_figures(metrics: Path, step: int, unit: str) -> dict[str, str]:
-    """Return the last logged training and held-out loss in nats per `unit`."""
+def _last_metrics(metrics: Path, step: int, unit: str) -> dict[str, str]:
+    """Return texts of the losses, in nats per `unit`, and task metrics last logged until `step`, by
+    name. metrics: the run's metrics.jsonl."""
     names = {"loss": "training loss", "held_out_loss": "held-out loss"}
     values: dict[str, str] = {}
     try:
@@ -231,7 +233,7 @@ def _last_figures(metrics: Path, step: int, unit: str) -> dict[str, str]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except ValueError:  # the first line may be partial
             continue
         if not isinstance(row, dict) or row.get("step", step + 1) > step:
             continue

@@ -1,8 +1,8 @@
-"""Files of a checkpoint in memory among the hosts of a launch: who keeps the directory of a host,
-who is whose partner, and the sending of files between them by a CPU group.
+"""Transfer of the files of a checkpoint in memory between hosts: partners of the ranks, and sending
+and receiving of files by a CPU group.
 
-A file that cannot be read or written does not break off a transfer, so that the peer never waits:
-the reader of a checkpoint compares all checksums.
+A file that cannot be read or written does not end a transfer, so that the peer never waits: who
+reads the checkpoint later compares all checksums.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ class Partners:
 
     @classmethod
     def of(cls, hosts: Sequence[str]) -> Partners | None:
-        """Return the partners of the ranks on `hosts` (by rank): the host after theirs in the order
-        of the first ranks, the last one's the first. None for one host, and for hosts with
-        different numbers of ranks."""
-        ranks: dict[str, list[int]] = {}
-        for rank, name in enumerate(hosts):
-            ranks.setdefault(name, []).append(rank)
-        names = list(ranks)
-        if len(names) == 1 or len({len(host_ranks) for host_ranks in ranks.values()}) > 1:
+        """Return the partners of the ranks on `hosts` (by rank). Each host's partner is the next
+        host in the order of first ranks; the last host's partner is the first host. None for a
+        single host, and for hosts with different numbers of ranks."""
+        ranks_by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            ranks_by_host.setdefault(host, []).append(rank)
+        host_ranks = list(ranks_by_host.values())
+        if len(host_ranks) == 1 or len(set(map(len, host_ranks))) > 1:
             return None
         partner_of = [0] * len(hosts)
-        for index, name in enumerate(names):
-            following = ranks[names[(index + 1) % len(names)]]
-            for rank, partner in zip(ranks[name], following, strict=True):
+        for ranks, next_ranks in zip(host_ranks, [*host_ranks[1:], host_ranks[0]], strict=True):
+            for rank, partner in zip(ranks, next_ranks, strict=True):
                 partner_of[rank] = partner
         return cls(tuple(partner_of))
 
@@ -54,24 +53,24 @@ class Partners:
 def send_file(path: Path, num_bytes: int, rank: int, group: dist.ProcessGroup) -> OSError | None:
     """Send a file of `num_bytes` to `rank`, which calls `receive_file`; return the error of
     reading it, after which zeros are sent."""
-    source, unsent_bytes = _Source(path), num_bytes
+    reader, unsent_bytes = _FileReader(path), num_bytes
     while unsent_bytes:
-        count = min(CHUNK_BYTES, unsent_bytes)
-        dist.send(source.read(count), dst=rank, group=group)
-        unsent_bytes -= count
-    return source.close()
+        chunk_bytes = min(CHUNK_BYTES, unsent_bytes)
+        dist.send(reader.read(chunk_bytes), dst=rank, group=group)
+        unsent_bytes -= chunk_bytes
+    return reader.close()
 
 
 def receive_file(path: Path, num_bytes: int, rank: int, group: dist.ProcessGroup) -> OSError | None:
     """Receive a file of `num_bytes` from `rank`, which calls `send_file`; return the error of
     writing it, after which further data is dropped."""
-    target, missing_bytes = _Target(path), num_bytes
+    writer, missing_bytes = _FileWriter(path), num_bytes
     while missing_bytes:
         chunk = torch.empty(min(CHUNK_BYTES, missing_bytes), dtype=torch.uint8)
         dist.recv(chunk, src=rank, group=group)
-        target.write(chunk)
+        writer.write(chunk)
         missing_bytes -= chunk.numel()
-    return target.close()
+    return writer.close()
 
 
 def exchange_files(
@@ -80,12 +79,12 @@ def exchange_files(
     """Send the file `sent_file` to the rank `partner`, and write the file that the rank `source`
     sends to `copy` at the same time. Collective over `group`. Returns the first error of reading or
     writing."""
-    sizes = torch.zeros(2, dtype=torch.int64)
+    sizes = torch.zeros(2, dtype=torch.int64)  # bytes of the sent and of the received file
     with suppress(OSError):
         sizes[0] = sent_file.stat().st_size
     _exchange(sizes[:1], partner, sizes[1:], source, group)
     unsent_bytes, missing_bytes = map(int, sizes)
-    reader, writer = _Source(sent_file), _Target(copy)
+    reader, writer = _FileReader(sent_file), _FileWriter(copy)
     while unsent_bytes or missing_bytes:
         outgoing = reader.read(min(CHUNK_BYTES, unsent_bytes)) if unsent_bytes else None
         incoming = torch.empty(min(CHUNK_BYTES, missing_bytes), dtype=torch.uint8)
@@ -115,7 +114,7 @@ def _exchange(
         work.wait()
 
 
-class _Source:
+class _FileReader:
     """A file that is read in order; zeros after an error."""
 
     def __init__(self, path: Path) -> None:
@@ -126,15 +125,15 @@ class _Source:
         except OSError as error:
             self._error = error
 
-    def read(self, count: int) -> torch.Tensor:
-        data = bytearray(count)
-        view = memoryview(data)
+    def read(self, num_bytes: int) -> torch.Tensor:
+        data = bytearray(num_bytes)
+        unread = memoryview(data)
         try:
-            while view and self._file is not None and self._error is None:
-                size = self._file.readinto(view)  # type: ignore[attr-defined]
-                if not size:
+            while unread and self._file is not None and self._error is None:
+                num_read = self._file.readinto(unread)  # type: ignore[attr-defined]
+                if not num_read:
                     raise OSError("ends too soon")
-                view = view[size:]
+                unread = unread[num_read:]
         except OSError as error:
             self._error = error
         return torch.frombuffer(data, dtype=torch.uint8)
@@ -145,7 +144,7 @@ class _Source:
         return self._error
 
 
-class _Target:
+class _FileWriter:
     """A new file that is written in order, until an error."""
 
     def __init__(self, path: Path) -> None:
@@ -157,10 +156,10 @@ class _Target:
             self._error = error
 
     def write(self, chunk: torch.Tensor) -> None:
-        view = memory_of(chunk)
+        unwritten = memory_of(chunk)
         try:
-            while view and self._file is not None and self._error is None:
-                view = view[self._file.write(view) :]
+            while unwritten and self._file is not None and self._error is None:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             self._error = error
 

@@ -1,5 +1,5 @@
-"""Initialization of a new run from existing weights: `model.path` or `checkpoint.initialize_from`,
-whose weights only are loaded into the model of `model.config`. Nothing is rounded: a run or
+"""Initialization of a new run from existing weights: `model.path`, or `checkpoint.initialize_from`,
+of which only the weights are loaded, into the model of `model.config`. Nothing is rounded: a run or
 checkpoint provides its fp32 masters, a Hugging Face directory the tensors in its files."""
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def verify_weights(context: RunContext, weights: Weights) -> Sums:
     launch."""
     world, directory = context.world, weights.files[0].parent
 
-    def look() -> tuple[Sums, list[str]]:
+    def sum_rank_files() -> tuple[Sums, list[str]]:
+        """Return the checksums of this rank's part of the files, and problems of the files."""
         sums: dict[str, FileSum] = {}
         problems: list[str] = []
         try:
@@ -130,21 +131,25 @@ def verify_weights(context: RunContext, weights: Weights) -> Sums:
             sizes = [path.stat().st_size for path in files]
             from bigtrain.data.shards.verification import rank_slice
 
-            for file in (files[n] for n in rank_slice(sizes, world.rank, world.size)):
-                sums[str(file)] = sum_of(file)
+            for number in rank_slice(sizes, world.rank, world.size):
+                sums[str(files[number])] = sum_of(files[number])
             problems += changes_of(sums, directory, context.directory)
         except (OSError, ModelError) as error:
             problems.append(str(error))
         return sums, problems
 
-    everything = context.long_work.on_every_rank(look)
-    wrong = sorted({text for _, texts in everything for text in texts})
-    if wrong:
+    all_sums: dict[str, FileSum] = {}
+    all_problems: set[str] = set()
+    for rank_sums, rank_problems in context.long_work.on_every_rank(sum_rank_files):
+        all_sums |= rank_sums
+        all_problems |= set(rank_problems)
+    if all_problems:
+        lines = "\n".join(f"  {text}" for text in sorted(all_problems))
         raise ModelError(
             f"{weights.setting}: its files are corrupt or have changed -> restore them; if "
-            f"the change is intended, remove the list:\n" + "\n".join(f"  {text}" for text in wrong)
+            f"the change is intended, remove the list:\n{lines}"
         )
-    return {path: file_sum for rank_sums, _ in everything for path, file_sum in rank_sums.items()}
+    return all_sums
 
 
 def weights_source(config: RunConfig) -> WeightsSource:
@@ -163,11 +168,15 @@ def weights_source(config: RunConfig) -> WeightsSource:
                 "remove it, or set another output.directory",
             )
         )
-    if (path / "checkpoints").is_dir() or (path / checkpoints.MANIFEST).is_file():
+    is_run = (path / "checkpoints").is_dir()
+    is_checkpoint = (path / checkpoints.MANIFEST).is_file()
+    if is_run or is_checkpoint:
         return WeightsSource(checkpoint=path)
+    # A run without checkpoints has a `config.json`, too, and `deepspeed.json` next to it.
     if (path / "config.json").is_file() and not (path / "deepspeed.json").is_file():
         return WeightsSource(hugging_face=source)
-    if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    is_hub_name = not source.startswith((".", "/", "~")) and source.count("/") <= 1
+    if path.exists() or not is_hub_name:
         rule = "is not a run, checkpoint or Hugging Face folder" if path.exists() else "not found"
         raise ConfigError(Problem(KEY, source, rule, "name a directory with weights"))
     return WeightsSource(hugging_face=source)

@@ -40,21 +40,22 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
     ones. Raises CheckpointError if there is none."""
     steps = _steps(run_directory)
     section, best = _sections(run_directory)
-    corruption = {
+    corruption_by_step = {
         step: checkpoints.find_corruption(checkpoints.checkpoint_path(run_directory, step))
         for step in steps
     }
-    # Why the next save keeps checkpoints, from their evaluations.
-    complete = [step for step, reason in corruption.items() if reason is None]
-    measured = {
+    # Reasons for which the next save keeps checkpoints, from their evaluations.
+    complete_steps = [step for step, reason in corruption_by_step.items() if reason is None]
+    values = {
         step: best_value(checkpoints.checkpoint_path(run_directory, step), section, best)
-        for step in complete
+        for step in complete_steps
     }
-    reasons = reasons_to_keep(measured, section, newest_good(run_directory, complete), best)
+    newest = newest_good(run_directory, complete_steps)
+    reasons_by_step = reasons_to_keep(values, section, newest, best)
 
     # A corrupt checkpoint is listed with what can be read.
     listed = []
-    for step, reason in corruption.items():
+    for step, corruption in corruption_by_step.items():
         directory = checkpoints.checkpoint_path(run_directory, step)
         try:
             document = checkpoints.read_state(directory)
@@ -66,10 +67,10 @@ def listed_checkpoints(run_directory: Path) -> list[ListedCheckpoint]:
                 step,
                 directory,
                 sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()),
-                reason,
+                corruption,
                 loss if isinstance(loss, float) else None,
                 _topology(document),
-                tuple(reasons.get(step, ())),
+                tuple(reasons_by_step.get(step, ())),
             )
         )
     return listed
@@ -118,8 +119,8 @@ def verify_checkpoints(run_directory: Path, step: int | None) -> Iterator[tuple[
 
 
 def one_site_note(state: Mapping[str, Any]) -> str:
-    """Return the site that a checkpoint is of, if its weights are not the weights with which the
-    run ended on all of its sites; else an empty text. state: `checkpoints.read_state`."""
+    """Return a text that names the site of a checkpoint, if other sites have other weights; empty
+    for the weights with which the run ended on all sites. state: `checkpoints.read_state`."""
     sites = state.get("config", {}).get("sites")
     if sites is None or sites["count"] == 1:
         return ""
@@ -133,18 +134,18 @@ def best_step(run_directory: Path) -> int:
     """Return the step of the complete checkpoint that is best by the run's ``evaluation.best``.
     Raises CheckpointError if none was measured."""
     section, best = _sections(run_directory)
-    looked_up = section.model_copy(update={"keep_best": 1})
-    values = {}
+    section = section.model_copy(update={"keep_best": 1})  # without it `best_value` reads nothing
+    sort_keys = {}  # smaller is better
     for step in _steps(run_directory):
         directory = checkpoints.checkpoint_path(run_directory, step)
-        value = best_value(directory, looked_up, best)
+        value = best_value(directory, section, best)
         if value is not None and checkpoints.find_corruption(directory) is None:
-            values[step] = value if best.mode == "min" else -value
-    if not values:
+            sort_keys[step] = value if best.mode == "min" else -value
+    if not sort_keys:
         raise CheckpointError(
             f"{run_directory}: {best.metric} was never measured at a checkpoint -> name one: --step"
         )
-    return min(values, key=lambda step: (values[step], step))
+    return min(sort_keys, key=lambda step: (sort_keys[step], step))
 
 
 def _steps(run_directory: Path) -> list[int]:
@@ -168,12 +169,13 @@ def _sections(run_directory: Path) -> tuple[CheckpointSection, BestSection]:
 
 
 def _topology(document: dict[str, Any]) -> str:
-    """Return ranks, parallel degrees above 1 and ZeRO stage of the engine that wrote it."""
+    """Return ranks, ZeRO stage and parallel degrees above 1 of the engine that wrote a checkpoint
+    with the ``state.json`` `document`."""
     try:
         topology = document["environment"]["topology"]
         stage = document["deepspeed"]["zero_optimization"]["stage"]
-        count = topology["world_size"]
-        words = [f"{count} rank{'s' if count != 1 else ''}", f"ZeRO {stage}"]
+        num_ranks = topology["world_size"]
+        words = [f"{num_ranks} rank{'s' if num_ranks != 1 else ''}", f"ZeRO {stage}"]
         for name in MODEL_DEGREES:
             degree = topology.get(name, 1)  # older checkpoints lack the newest degrees
             if degree > 1:
@@ -198,11 +200,11 @@ _ADAPTER_COLUMNS = ("base", "run", "step", "held-out loss", "adapters")
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Adapters of a run's newest complete checkpoint. base: checksums of the base's
-    files, as JSON."""
+    """Adapters of a run's newest complete checkpoint. base_sums: checksums of the base's files, as
+    JSON."""
 
     run: Path
-    base: str
+    base_sums: str
     base_path: str
     step: int
     loss: object
@@ -230,28 +232,28 @@ def describe_adapters(directory: Path) -> list[str]:
         for path in directory.glob(pattern)
         if (path.parent / "config.json").is_file()
     )
-    runs = [run for run in map(_read, folders) if run is not None]
+    runs = [run for run in map(_read_adapters, folders) if run is not None]
     if not runs:
         raise CheckpointError(f"{directory}: no run below it has adapters in a checkpoint")
-    letters: dict[str, str] = {}
+    letters: dict[str, str] = {}  # by the checksums of the base
     for run in runs:
         number = len(letters)
-        letters.setdefault(run.base, chr(ord("A") + number) if number < 26 else str(number))
-    runs.sort(key=lambda run: (letters[run.base], str(run.run)))
+        letters.setdefault(run.base_sums, chr(ord("A") + number) if number < 26 else str(number))
+    runs.sort(key=lambda run: (letters[run.base_sums], str(run.run)))
     rows = [_ADAPTER_COLUMNS]
     for run in runs:
         loss = f"{run.loss:.4f}" if isinstance(run.loss, float) else "-"
         name = str(run.run.relative_to(directory))
-        rows.append((letters[run.base], name, str(run.step), loss, run.describe()))
+        rows.append((letters[run.base_sums], name, str(run.step), loss, run.describe()))
     lines = table(rows)
     for letter in letters.values():
-        paths = sorted({run.base_path for run in runs if letters[run.base] == letter})
+        paths = sorted({run.base_path for run in runs if letters[run.base_sums] == letter})
         lines.append(f"base {letter}: {', '.join(paths)}")
     return lines
 
 
-def _read(run: Path) -> _Adapters | None:
-    """Read the adapters of `run`; None if it has none, or no complete checkpoint of any."""
+def _read_adapters(run: Path) -> _Adapters | None:
+    """Read the adapters of `run`; None if it has none, or no complete checkpoint."""
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         section = config.get("adapters")

@@ -40,7 +40,7 @@ MOST_HOURS = 24
 """Age from which directories of other runs are removed, if no process uses them."""
 
 _LOCK = "lock"
-_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+_RUN_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _LOCK_SECONDS = 10.0  # processes of an earlier launch may be ending
 
 
@@ -97,7 +97,7 @@ class MemoryDirectory:
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be used: {error}") from error
         end = time.monotonic() + _LOCK_SECONDS
-        while not _locks(self._lock):
+        while not _try_lock(self._lock):
             if time.monotonic() > end:
                 raise CheckpointError(f"{self.path} is in use by another process of this run")
             time.sleep(0.05)
@@ -141,22 +141,24 @@ def stored_at(directory: Path) -> StoredInMemory:
     manifest = checkpoints.read_manifest(directory)
     checkpoints.verify_small_files(directory, manifest)
     files, tensors = set(), directory / checkpoints.TENSORS
-    with suppress(FileNotFoundError), os.scandir(tensors) as entries:  # only the files of few ranks
+    # Scan the directory, which has the files of a few ranks; the manifest lists all ranks' files.
+    with suppress(FileNotFoundError), os.scandir(tensors) as entries:
         for entry in entries:
-            expected, _ = manifest.files.get(f"{checkpoints.TENSORS}/{entry.name}", (None, ""))
-            if entry.is_file(follow_symlinks=False) and entry.stat().st_size == expected:
+            listed_bytes, _ = manifest.files.get(f"{checkpoints.TENSORS}/{entry.name}", (None, ""))
+            if entry.is_file(follow_symlinks=False) and entry.stat().st_size == listed_bytes:
                 files.add(entry.name)
     digest = checkpoints.manifest_digest(directory)
-    identity, writers = manifest.identity, len(manifest.headers)
+    identity, num_writers = manifest.identity, len(manifest.headers)
     return StoredInMemory(
-        identity.step, identity.run, identity.attempt, digest, writers, frozenset(files)
+        identity.step, identity.run, identity.attempt, digest, num_writers, frozenset(files)
     )
 
 
 def write_documents(partial: Path, documents: Mapping[str, bytes]) -> Path:
-    """Write the small files of a checkpoint and commit it by renaming the directory; return its
-    path. The tensor files must be there. Raises OSError."""
-    for name in sorted(documents, key=lambda name: name == checkpoints.MANIFEST):
+    """Write the small files of a checkpoint, the manifest last, and commit the checkpoint by
+    renaming its directory; return its path. The tensor files must exist. Raises OSError."""
+    manifest_last = sorted(documents, key=lambda name: name == checkpoints.MANIFEST)
+    for name in manifest_last:
         write_whole(partial / name, documents[name])
     return commit_directory(partial)
 
@@ -172,7 +174,8 @@ def commit_directory(partial: Path) -> Path:
 
 
 def keeper_of(hosts: Sequence[str], rank: int) -> int:
-    """Return the rank that keeps the directory of the host of `rank`: its first. hosts: by rank."""
+    """Return the keeper of the memory directory on the host of `rank`: the host's first rank.
+    hosts: by rank."""
     return hosts.index(hosts[rank])
 
 
@@ -183,32 +186,33 @@ def remove_left_over(context: RunContext, keep: Path | None) -> None:
         return
     section = context.config.checkpoint.memory
     mount = DEFAULT_MEMORY_DIRECTORY if section is None else section.directory
-    number = remove_stale(mount, keep, context.directory)
-    if number:
+    num_removed = remove_stale(mount, keep, context.directory)
+    if num_removed:
         context.log.info(
-            f"removed {number} left-over directories of checkpoints in memory from {mount}"
+            f"removed {num_removed} left-over directories of checkpoints in memory from {mount}"
         )
 
 
 def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
     """Remove from the file system at `mount` directories of earlier runs at `run_directory`, except
     `keep`, and directories of this user's other runs that are older than `MOST_HOURS`; no directory
-    that a process uses. Returns their number; never raises."""
+    that a process uses. Returns the number of removed directories; never raises."""
     root, path_hash, num_removed = _root(mount), _path_hash(run_directory), 0
     with suppress(OSError):
         if not _is_private(root):
             return 0
-        oldest = time.time() - MOST_HOURS * 3600
+        oldest_kept = time.time() - MOST_HOURS * 3600
         for path in root.iterdir():
-            if path == keep or _NAME.fullmatch(path.name) is None:
+            if path == keep or _RUN_NAME.fullmatch(path.name) is None:
                 continue
             with suppress(OSError):
                 is_same_path = path.name.startswith(f"{path_hash}-")
                 folders = [folder for folder in (path, path / "checkpoints") if folder.exists()]
                 changed_at = max(folder.lstat().st_mtime for folder in folders)
-                if is_same_path or changed_at < oldest:
-                    with _opened(path / _LOCK) as fd:
-                        if fd is None or _locks(fd):
+                if is_same_path or changed_at < oldest_kept:
+                    with _opened(path / _LOCK) as lock_file:
+                        # A lock that can be acquired is not held by a process.
+                        if lock_file is None or _try_lock(lock_file):
                             shutil.rmtree(path)
                             num_removed += 1
         if not any(root.iterdir()):
@@ -217,9 +221,10 @@ def remove_stale(mount: str, keep: Path | None, run_directory: Path) -> int:
 
 
 def steps_of_attempts(run_directory: Path) -> dict[str, float]:
-    """Return, by attempt of a launch, the newest step of the launch that still belongs to the run:
+    """Return, for each attempt (launch), the newest step whose checkpoint still belongs to the run:
     a later launch replaces the steps after the step from which it continued. Infinite without later
     launches."""
+    # Generations by attempt, and the step from which a generation continued.
     generations: dict[str, int] = {}
     for path in (run_directory / fencing.DIRECTORY).glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -231,13 +236,11 @@ def steps_of_attempts(run_directory: Path) -> dict[str, float]:
             with suppress(ValueError, KeyError, TypeError):
                 start = json.loads(line)
                 starts.append((int(start["generation"]), int(start["step"])))
-    return {
-        attempt: min(
-            (step for generation, step in starts if generation > attempt_generation),
-            default=math.inf,
-        )
-        for attempt, attempt_generation in generations.items()
-    }
+    newest_steps: dict[str, float] = {}
+    for attempt, attempt_generation in generations.items():
+        later_steps = [step for generation, step in starts if generation > attempt_generation]
+        newest_steps[attempt] = min(later_steps, default=math.inf)
+    return newest_steps
 
 
 def _root(mount: str) -> Path:
@@ -258,12 +261,14 @@ def _make_private(path: Path) -> None:
 
 
 def _is_private(path: Path) -> bool:
+    """Return whether `path` is a directory of this user that no other user can read or write."""
     status = path.lstat()
-    is_own = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
-    return stat.S_ISDIR(status.st_mode) and is_own
+    is_of_this_user = status.st_uid == os.getuid()
+    permissions_of_others = stat.S_IMODE(status.st_mode) & 0o077
+    return stat.S_ISDIR(status.st_mode) and is_of_this_user and not permissions_of_others
 
 
-def _locks(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

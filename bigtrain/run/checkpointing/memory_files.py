@@ -42,9 +42,8 @@ _DOCUMENTS = (checkpoints.MANIFEST, checkpoints.STATE, checkpoints.LAYOUT)
 @dataclass
 class _Holdings:
     """Files of a checkpoint on some hosts. run, attempt, writers: see `StoredInMemory`. first:
-    lowest rank that keeps the directory of a host with files. ranges: of the writers whose files
-    are on the hosts, in order; neighbors are joined, so that there are few ranges over all
-    hosts."""
+    lowest keeper (rank) of a host with files. ranges: (begin, end) of the writers whose files are
+    on the hosts, in order; adjacent ranges are joined, so that few are sent."""
 
     run: str
     attempt: str
@@ -57,7 +56,7 @@ class _Holdings:
         """Add the files of other hosts."""
         self.num_hosts += further.num_hosts
         self.first = min(self.first, further.first)
-        self.ranges = _joined(self.ranges + further.ranges)
+        self.ranges = _joined_ranges(self.ranges + further.ranges)
 
     def missing(self) -> list[str]:
         """Return the names of files that no host has."""
@@ -66,13 +65,16 @@ class _Holdings:
 
 
 _AllHoldings = dict[tuple[int, str], _Holdings]
+"""By step and digest of the checkpoint's manifest."""
 
 
-def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _joined_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return `ranges` in order, with adjacent and overlapping ranges joined."""
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+            last_begin, last_end = joined[-1]
+            joined[-1] = (last_begin, max(end, last_end))
         else:
             joined.append((begin, end))
     return joined
@@ -127,19 +129,19 @@ _Holders = dict[str, dict[int, int]]
 def _add_holders(
     lacking: Mapping[str, int], holders_by_path: _Holders, further_holders: _Holders
 ) -> _Holders:
-    """Combine the holders of files: for each file as many as hosts that lack the file, so that
-    every host can have a separate sender."""
+    """Combine the holders of files. lacking: number of hosts that lack a file, by path; more
+    holders of the file are dropped, since each receiver then has a separate sender."""
     for path, further in further_holders.items():
         holders = holders_by_path.get(path, {}) | further
-        holders_by_path[path] = {
-            keeper: holders[keeper] for keeper in sorted(holders)[: lacking[path]]
-        }
+        keepers = sorted(holders)[: lacking[path]]
+        holders_by_path[path] = {keeper: holders[keeper] for keeper in keepers}
     return holders_by_path
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A file that one host's keeper sends to another's. path: below the checkpoint's."""
+    """File that the keeper `source` sends to the keeper `target`. path: relative to the directory
+    of the checkpoint."""
 
     path: str
     num_bytes: int
@@ -190,26 +192,26 @@ class MemoryFiles:
     def complete(self) -> list[MemoryCheckpoint]:
         """Return the checkpoints of which the hosts have all files, newest first, on the main rank;
         an empty list on other ranks. Collective. Logs why checkpoints cannot be used."""
-        # The tensor files of all hosts, by checkpoint.
+        # Combine the tensor files of all hosts, by checkpoint.
         host_holdings: _AllHoldings = {}
         stored_checkpoints = self.directory.stored() if self.is_keeper else []
         for stored in stored_checkpoints:
             ranks = [rank for rank in range(stored.writers) if file_name(rank) in stored.files]
-            ranges = _joined([(rank, rank + 1) for rank in ranks])
+            ranges = _joined_ranges([(rank, rank + 1) for rank in ranks])
             host_holdings[stored.step, stored.digest] = _Holdings(
                 stored.run, stored.attempt, stored.writers, self._keeper, 1, ranges
             )
-        everywhere = combine_on_main(host_holdings, _add_holdings, self.group)
-        if everywhere is None:
+        all_holdings = combine_on_main(host_holdings, _add_holdings, self.group)
+        if all_holdings is None:
             return []
 
         # Keep checkpoints that still belong to the run and of which no file is missing.
         run = checkpoints.read_run_id(self._context.directory)
         newest_by_attempt = steps_of_attempts(self._context.directory)
         complete = []
-        for (step, digest), holdings in sorted(everywhere.items(), reverse=True):
-            newest = newest_by_attempt.get(holdings.attempt, -1)
-            if holdings.run != run or step > newest:
+        for (step, digest), holdings in sorted(all_holdings.items(), reverse=True):
+            newest_valid = newest_by_attempt.get(holdings.attempt, -1)  # -1: an unknown launch
+            if holdings.run != run or step > newest_valid:
                 hosts = self._context.hosts[holdings.first]
                 hosts += f" and {holdings.num_hosts - 1} more" if holdings.num_hosts > 1 else ""
                 self._context.log.info(
@@ -217,31 +219,36 @@ class MemoryFiles:
                     "continued from an earlier step since"
                 )
             elif missing := holdings.missing():
+                names = missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
                 self._context.log.info(
                     f"skipping the checkpoint of step {step} in memory: no remaining host has "
-                    f"{missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+                    f"{names}"
                 )
             else:
                 complete.append(MemoryCheckpoint(step, digest, holdings.first))
         return complete
 
     def prepare(self, checkpoint: MemoryCheckpoint, engine: TrainEngine) -> Path:
-        """Get what this host lacks of a checkpoint from others; return its directory on this host.
-        Collective. Raises CheckpointError on every rank if a host cannot."""
+        """Get the files of a checkpoint that this host's ranks read and the host lacks from other
+        hosts; return the checkpoint's directory on this host. Collective. Raises CheckpointError on
+        every rank if a host cannot."""
         directory = checkpoints.checkpoint_path(self.directory.path, checkpoint.step)
-        fetched = directory.with_name(f"{directory.name}.partial-{checkpoint.digest[:8]}")
+        partial = directory.with_name(f"{directory.name}.partial-{checkpoint.digest[:8]}")
         local_bytes: dict[str, int] = {}
         documents: set[str] = set()
         if self.is_keeper:
             local_bytes, documents = _files_at(directory, checkpoint.digest), set(_DOCUMENTS)
-        destination = directory if local_bytes else fetched
+        # Files are added to the checkpoint if the host has a part of it; else to a new directory.
+        destination = directory if local_bytes else partial
 
         # First the small files, which list the tensor files that the ranks of this host read.
         self._fetch(documents, local_bytes, directory, destination)
 
         def read_layout() -> CheckpointLayout:
-            path = fetched / checkpoints.LAYOUT
-            return parse_layout((path if path.exists() else directory / path.name).read_bytes())
+            # Ranks that keep no directory do not know to which one the keeper has fetched.
+            fetched = partial / checkpoints.LAYOUT
+            path = fetched if fetched.exists() else directory / checkpoints.LAYOUT
+            return parse_layout(path.read_bytes())
 
         layout = self._on_all(read_layout)
         tensor_paths = {
@@ -280,17 +287,17 @@ class MemoryFiles:
         rank = self._context.world.rank
         incoming = [transfer for transfer in plan if transfer.target == rank]
 
-        def make_room() -> None:
+        def prepare_destination() -> None:
             if not incoming:
                 return
             self.open(create=True)
             (destination / checkpoints.TENSORS).mkdir(parents=True, exist_ok=True)
-            need = sum(transfer.num_bytes for transfer in incoming)
-            free = shutil.disk_usage(self.directory.path).free
-            if need > free:
+            needed_bytes = sum(transfer.num_bytes for transfer in incoming)
+            free_bytes = shutil.disk_usage(self.directory.path).free
+            if needed_bytes > free_bytes:
                 raise CheckpointError(
-                    f"{self._context.hosts[rank]} has {free} bytes free in {self.directory.path}, "
-                    f"and its part takes {need}"
+                    f"{self._context.hosts[rank]} has {free_bytes} bytes free in "
+                    f"{self.directory.path}, and its part takes {needed_bytes}"
                 )
 
         def raise_error() -> None:
@@ -298,18 +305,18 @@ class MemoryFiles:
                 if error is not None:
                     raise CheckpointError(f"a file from another host: {error}")
 
-        # An error on one rank is raised on all, before and after the transfers.
+        # An error on a rank is raised on all ranks, before and after the transfers.
         if plan:
-            self._on_all(make_room)
+            self._on_all(prepare_destination)
             errors = [self._transfer(transfer, directory, destination) for transfer in plan]
             self._on_all(raise_error)
 
     def _agreed_plan(self, needed: Set[str], local_bytes: Mapping[str, int]) -> list[_Transfer]:
         """Return the transfers of files that hosts lack, in the order in which all ranks make them.
         Collective."""
-        num_ranks = self._context.hosts.count(self._context.hosts[self._context.world.rank])
+        num_host_ranks = self._context.hosts.count(self._context.hosts[self._context.world.rank])
         keeper = self._keeper
-        rank_needs = {keeper: _Needs(1, num_ranks - 1, set(needed), set(local_bytes))}
+        rank_needs = {keeper: _Needs(1, num_host_ranks - 1, set(needed), set(local_bytes))}
 
         # The number of hosts that lack a file, by path; mostly no file is missing anywhere.
         needs = combine_on_main(_add_needs({}, rank_needs), _add_needs, self.group) or {}
@@ -319,9 +326,9 @@ class MemoryFiles:
         if not lacking:
             return []
 
-        # Hosts that have a file which others lack; then who sends what.
-        paths = lacking.keys() & local_bytes.keys()
-        rank_holders = {path: {keeper: local_bytes[path]} for path in paths}
+        # The hosts that have a lacking file; then the sender of each transfer.
+        sendable_paths = lacking.keys() & local_bytes.keys()
+        rank_holders = {path: {keeper: local_bytes[path]} for path in sendable_paths}
         holders = combine_on_main(rank_holders, partial(_add_holders, lacking), self.group) or {}
         return on_main_rank(
             lambda: plan_transfers({rank: needs[rank].needed for rank in needs}, holders),
@@ -329,7 +336,8 @@ class MemoryFiles:
         )
 
     def _transfer(self, transfer: _Transfer, directory: Path, destination: Path) -> OSError | None:
-        """Take part in a transfer, if it is from or to this rank."""
+        """Send or receive the file of a transfer from or to this rank; return the error of reading
+        or writing the file."""
         rank = self._context.world.rank
         if transfer.source == rank:
             path = directory / transfer.path
@@ -345,8 +353,8 @@ class MemoryFiles:
 
 
 def _files_at(directory: Path, digest: str) -> dict[str, int]:
-    """Return the bytes of the files that this host has of the checkpoint with this manifest, by
-    path."""
+    """Return the bytes of the files at `directory`, by path; empty if this host has no checkpoint
+    there with the manifest of this `digest`."""
     with suppress(CorruptCheckpointError, OSError):
         stored = stored_at(directory)
         if stored.digest == digest:
@@ -358,13 +366,13 @@ def _files_at(directory: Path, digest: str) -> dict[str, int]:
 def plan_transfers(needs: Mapping[int, Set[str]], holders: _Holders) -> list[_Transfer]:
     """Return the transfers of files that hosts need, each from the holder that has sent least so
     far. needs: paths by the rank that keeps a host's directory."""
-    sent: dict[int, int] = {}
+    sent_bytes: dict[int, int] = {}
     plan = []
     for keeper, needed_paths in sorted(needs.items()):
         for path in sorted(needed_paths & holders.keys()):
-            source = min(holders[path], key=lambda holder: (sent.get(holder, 0), holder))
+            source = min(holders[path], key=lambda holder: (sent_bytes.get(holder, 0), holder))
             num_bytes = holders[path][source]
-            sent[source] = sent.get(source, 0) + num_bytes
+            sent_bytes[source] = sent_bytes.get(source, 0) + num_bytes
             plan.append(_Transfer(path, num_bytes, source, keeper))
     return plan
 
@@ -372,9 +380,9 @@ def plan_transfers(needs: Mapping[int, Set[str]], holders: _Holders) -> list[_Tr
 def open_memory_files(
     context: RunContext, run_id: str | None, *, create: bool
 ) -> MemoryFiles | None:
-    """Open the directory in memory of the run `run_id` (None: a new one) on every host; None if
-    ``checkpoint.memory`` is absent, or, with a line, if a host cannot. Collective. create: also
-    where it is missing, and remove what earlier runs left."""
+    """Open the directory in memory of the run `run_id` on every host; `create`: also if it is
+    missing. Return None without ``checkpoint.memory``, without `run_id` (a new run), and, with a
+    line in the log, if a host cannot open it. Collective."""
     section = context.config.checkpoint.memory
     if section is None or run_id is None:
         return None

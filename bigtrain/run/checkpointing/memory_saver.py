@@ -45,8 +45,8 @@ from bigtrain.system.units import GIB
 
 _MOST_FAILURES = 3  # in a row, after which only the disk is used
 _LAST_WAIT_SECONDS = 10.0
-"""For a save in progress, at the end of training or before a rollback: its partner may never
-receive it."""
+"""Wait for a save in progress at the end of training or before a rollback; limited, since a partner
+that has died never receives its copy."""
 
 
 class MemoryTooSmallError(CheckpointError):
@@ -73,8 +73,8 @@ class _MemoryWrite:
         return self.thread is not None and self.thread.is_alive()
 
     def end(self, timeout_seconds: float) -> bool:
-        """Wait for the thread, and abandon the save if it has not ended by then; return whether it
-        has."""
+        """Wait for the thread, and abandon a save that has not ended by then; return whether the
+        save has ended."""
         if self.thread is not None:
             self.thread.join(timeout_seconds)
         with self.lock:
@@ -95,9 +95,9 @@ class MemorySaver:
         self._saver, self._files = saver, files
         # A group for the thread that writes; the training thread has `MemoryFiles.group`.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
-        # As for saves to disk: both savers may have copies at once.
-        limit = this_machine({}).memory_bytes // (4 * local_world_size(os.environ))
-        self._staging = Staging(pinned_limit_bytes=limit)
+        # A quarter of the memory: the saver to disk may hold a copy, too.
+        limit_bytes = this_machine({}).memory_bytes // (4 * local_world_size(os.environ))
+        self._staging = Staging(pinned_limit_bytes=limit_bytes)
         self._partners = Partners.of(context.hosts) if section.copies else None
         self._pending: _MemoryWrite | None = None
         self._newest = files.resumed_step
@@ -121,6 +121,7 @@ class MemorySaver:
         checkpoint (with a line, once), and for weights that are not finite on any rank."""
         start = time.perf_counter()
         write = self._pending
+        # Agree: the last save is still running, or has failed, or weights are not finite.
         flags = torch.zeros(3)
         flags[0] = float(write is not None and write.is_running)
         flags[1] = float(write is not None and not flags[0] and write.error is not None)
@@ -138,7 +139,7 @@ class MemorySaver:
                     "checkpoint.memory.every_steps"
                 )
         else:
-            self._settle(has_failed=has_failed)
+            self._count_last_save(has_failed=has_failed)
             if is_not_finite:
                 self._num_skipped += 1
             elif not self._is_off:
@@ -151,8 +152,9 @@ class MemorySaver:
                 write.thread.start()
         self._blocked_seconds += time.perf_counter() - start
 
-    def _settle(self, *, has_failed: bool) -> None:
-        """Count the last save, which has ended on every rank. `has_failed`: on any rank."""
+    def _count_last_save(self, *, has_failed: bool) -> None:
+        """Count the last save, which has ended on every rank, and turn memory off after too many
+        failures. `has_failed`: on any rank."""
         write, self._pending = self._pending, None
         if write is None:
             return
@@ -162,8 +164,8 @@ class MemorySaver:
             return
         self._num_failures += 1
         self._num_skipped += 1
-        is_final = isinstance(write.error, MemoryTooSmallError)
-        self._is_off = is_final or self._num_failures >= _MOST_FAILURES
+        can_never_succeed = isinstance(write.error, MemoryTooSmallError)
+        self._is_off = can_never_succeed or self._num_failures >= _MOST_FAILURES
         text = f"checkpoint of step {write.step} in memory could not be written: "
         text += str(write.error or "another rank failed")
         self._context.log.info(
@@ -221,6 +223,8 @@ class MemorySaver:
                 self._files.directory.keep_only(except_step)
 
     def _write(self, write: _MemoryWrite) -> None:
+        """Write and commit a checkpoint, in the thread of the save; set ``write.error`` if that
+        fails. Collective over `_group`."""
         directory, group = self._files.directory, self._group
         identity = replace(self._saver.identity, step=write.step)
         partial = checkpoints.partial_path(directory.path, write.step, identity.attempt)
@@ -229,7 +233,7 @@ class MemorySaver:
         try:
             # The first save checks that two checkpoints of this host fit, with the copies of the
             # partner's files.
-            need = 0  # bytes; 0: an earlier save has checked the space
+            needed_bytes = 0  # 0: an earlier save has checked the space
             if not self._is_space_checked:
                 hosts, partners = self._context.hosts, self._partners
                 sizes = [torch.zeros((), dtype=torch.int64) for _ in hosts]
@@ -237,21 +241,22 @@ class MemorySaver:
                 dist.all_gather(sizes, num_bytes, group=group)
                 for rank, host in enumerate(hosts):
                     if host == hosts[self._context.world.rank]:
-                        need += int(sizes[rank])
-                        need += 0 if partners is None else int(sizes[partners.source_of(rank)])
-                need *= GENERATIONS_IN_MEMORY
+                        needed_bytes += int(sizes[rank])
+                        if partners is not None:
+                            needed_bytes += int(sizes[partners.source_of(rank)])
+                needed_bytes *= GENERATIONS_IN_MEMORY
 
             def prepare() -> None:
                 if not self._files.is_keeper:
                     return
                 directory.keep_only(write.previous_step)
-                # Files in the directory are replaced in time, so that their bytes count as free.
-                available = shutil.disk_usage(directory.path).free + directory.num_bytes()
-                if need and available < need + SPARE_BYTES:
+                # Later saves replace the files in the directory, so their bytes count as free.
+                free_bytes = shutil.disk_usage(directory.path).free + directory.num_bytes()
+                if needed_bytes and free_bytes < needed_bytes + SPARE_BYTES:
                     raise MemoryTooSmallError(
-                        f"two checkpoints of this host need {need / GIB:.3g} GiB, "
+                        f"two checkpoints of this host need {needed_bytes / GIB:.3g} GiB, "
                         f"{SPARE_BYTES / GIB:.3g} stay free, and {directory.path.parent} has "
-                        f"{available / GIB:.3g} GiB free -> a larger one (mount -o "
+                        f"{free_bytes / GIB:.3g} GiB free -> a larger one (mount -o "
                         "remount,size=..., docker run --shm-size), or checkpoint.memory=null"
                     )
                 checkpoints.prepare(partial)
@@ -277,8 +282,8 @@ class MemorySaver:
             write.error = failure
 
     def _copy_to_partner(self, tensors: Path) -> OSError | None:
-        """Send this rank's file to the partner, and write the copy of another rank's. Collective.
-        Returns the error of reading or writing one."""
+        """Send this rank's file to the partner, and write the copy of the file of the rank whose
+        partner this rank is. Collective. Returns the error of reading or writing."""
         if self._partners is None:
             return None
         rank = self._context.world.rank
@@ -291,14 +296,15 @@ class MemorySaver:
     ) -> dict[str, bytes]:
         """Return the small files of a checkpoint, equal on all hosts."""
         self._context.claim.check()
-        small = checkpoints.state_files(write.document, written.layout)
+        documents = checkpoints.state_files(write.document, written.layout)
         files = {
             f"{checkpoints.TENSORS}/{name}": size_and_checksum
             for name, size_and_checksum in written.files.items()
         }
-        files |= {name: (len(text), xxhash.xxh3_64_hexdigest(text)) for name, text in small.items()}
+        for name, data in documents.items():
+            files[name] = (len(data), xxhash.xxh3_64_hexdigest(data))
         manifest = checkpoints.CheckpointManifest(identity, files)
-        return {**small, checkpoints.MANIFEST: checkpoints.manifest_text(manifest).encode()}
+        return {**documents, checkpoints.MANIFEST: checkpoints.manifest_text(manifest).encode()}
 
 
 @contextmanager
@@ -318,9 +324,9 @@ def memory_of_earlier_launch(context: RunContext) -> Iterator[MemoryFiles | None
 def memory_saver_of(
     context: SegmentContext, saver: Saver, files: MemoryFiles | None
 ) -> Iterator[MemorySaver | None]:
-    """Return the saver of checkpoints in memory; None, with a line, if a host cannot write them.
-    Collective; the run directory must be claimed. `files`:
-    from before the resume. Removes what earlier runs left in memory of the hosts."""
+    """Yield the saver of checkpoints in memory; None, with a line in the log, if a host cannot
+    write them. Collective; the run directory must be claimed. `files`: opened before the resume, if
+    any. Removes directories that earlier runs left in memory of the hosts."""
     if files is None:
         files = open_memory_files(context, saver.identity.run, create=True)
     elif not files.is_opened():

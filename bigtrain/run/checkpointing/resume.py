@@ -48,13 +48,17 @@ def restore_or_start(
     context: SegmentContext, memory: MemoryFiles | None, rejected: set[Hashable]
 ) -> TrainState | None:
     """Resume from the newest complete checkpoint of the run directory or of `memory`, or start.
-    Collective. A corrupt one is skipped with a warning, and added to `rejected`. Return None if
-    that may have filled parts of the engine, which cannot start a run any more: call again with a
-    new engine and this `rejected`. Raises CheckpointError on every rank if a checkpoint belongs to
-    a run with other settings (listing the differences), or if all are corrupt."""
+    Collective. If a checkpoint turns out to be corrupt when it is read, parts of the engine may be
+    filled: add the checkpoint to `rejected` with a warning and return None; call again with a new
+    engine and this `rejected`. Raises CheckpointError on every rank if a checkpoint belongs to a
+    run with other settings (listing the differences), or if all are corrupt."""
     memory_checkpoints = [] if memory is None else memory.complete()
     # Only the main rank reads the directory, so that all ranks load the same checkpoint.
-    candidates = (c for c in _merged(context, memory_checkpoints) if _key(c) not in rejected)
+    candidates = (
+        candidate
+        for candidate in _newest_first(context, memory_checkpoints)
+        if _identity(candidate) not in rejected
+    )
     while (candidate := context.long_work.on_main_rank(lambda: next(candidates, None))) is not None:
         loadable = _loadable(context, candidate, memory)
         if loadable is None:
@@ -78,11 +82,11 @@ def restore_or_start(
         context.log.info(f"resumed at step {state.step} from {directory}")
         if memory is not None:
             memory.resumed_step = state.step if isinstance(candidate, MemoryCheckpoint) else None
-        if jump := changed_rate(document, config):
-            context.log.info(jump)
-        if text := changed_averages(document, config):
-            context.log.info(text)
-        if len(phases) > 1 and phases[-1].first_sample == state.samples:
+        for line in (changed_rate(document, config), changed_averages(document, config)):
+            if line is not None:
+                context.log.info(line)
+        begins_data_phase = len(phases) > 1 and phases[-1].first_sample == state.samples
+        if begins_data_phase:
             changes = "; ".join(f"{key}: {text}" for key, text in differences(*phases[-2:]))
             context.log.info(f"other data from sample {state.samples} on: {changes}")
             for text in phases[-1].describe_rests():
@@ -91,8 +95,8 @@ def restore_or_start(
     return TrainState(phases=(first_phase(context.config, context.inputs.sources),))
 
 
-def _key(candidate: _Candidate) -> Hashable:
-    """Return what identifies a checkpoint that was written once."""
+def _identity(candidate: _Candidate) -> Hashable:
+    """Return a key of a checkpoint, which changes if the checkpoint is written again."""
     if isinstance(candidate, MemoryCheckpoint):
         return candidate
     directory, _ = candidate
@@ -102,13 +106,15 @@ def _key(candidate: _Candidate) -> Hashable:
 def _reject(context: RunContext, candidate: _Candidate, rejected: set[Hashable]) -> None:
     """Add `candidate` to the main rank's `rejected`, so that no later search returns it."""
     if context.world.is_main:
-        rejected.add(_key(candidate))
+        rejected.add(_identity(candidate))
     context.log.info(
         "building the engine again, parts of which may have been read from that checkpoint"
     )
 
 
 def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainState:
+    """Return the state in the ``state.json`` `document`, whose missing fields have defaults: older
+    releases did not write them."""
     outer_sent = None
     if document.get("outer_sent"):
         fragment, sent_step = document["outer_sent"]
@@ -130,22 +136,22 @@ def _state_of(document: Mapping[str, Any], phases: tuple[Phase, ...]) -> TrainSt
     )
 
 
-def _merged(
+def _newest_first(
     context: RunContext, memory_checkpoints: Sequence[MemoryCheckpoint]
 ) -> Iterator[_Candidate]:
     """Yield checkpoints on disk and `memory_checkpoints`, both newest first, on the main rank; for
     the same step first the checkpoint in memory. Raises CheckpointError if all fail and
     some are on disk."""
-    newest = max(checkpoints.list_steps(context.directory), default=0)
-    older = [checkpoint for checkpoint in memory_checkpoints if checkpoint.step < newest]
-    # Checkpoints in memory that are newer than all on disk, without a look at the disk.
-    yield from memory_checkpoints[: len(memory_checkpoints) - len(older)]
-    for directory, document in _usable(context):
+    newest_on_disk = max(checkpoints.list_steps(context.directory), default=0)
+    # First checkpoints in memory that are not older than the disk's, which is not read for them.
+    yield from (memory for memory in memory_checkpoints if memory.step >= newest_on_disk)
+    older = [memory for memory in memory_checkpoints if memory.step < newest_on_disk]
+    for directory, document in _usable_on_disk(context):
         while older and older[0].step >= document["step"]:
             yield older.pop(0)
         yield directory, document
     yield from older
-    if newest:
+    if newest_on_disk:
         raise CheckpointError(
             f"{context.directory}: every checkpoint is corrupt, so the run cannot resume; fix one, "
             "or delete them all to start over"
@@ -194,7 +200,7 @@ def _restore_newest(
     return None
 
 
-def _usable(context: RunContext) -> Iterator[_Loadable]:
+def _usable_on_disk(context: RunContext) -> Iterator[_Loadable]:
     """Yield checkpoints on disk to load, newest first, on the main rank."""
     contents: checkpoints.Contents = (
         "all" if context.config.checkpoint.verify == "contents" else "small"
@@ -216,7 +222,7 @@ def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
         if claim.token is None:
             with writing(context.directory, OUTPUT_REMEDY):
                 claim.token = fencing.acquire(context.directory, os.environ)
-            # A newer one that was skipped as corrupt is skipped again.
+            # Also False for a newer, corrupt checkpoint: it is then skipped again.
             is_newest = max(checkpoints.list_steps(context.directory), default=0) <= state.step
         return is_newest, claim.token.holder.generation
 
@@ -226,7 +232,7 @@ def acquire_run_directory(context: RunContext, state: TrainState) -> bool:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Way back to a checkpoint while a segment is trained that began after step `begin`."""
+    """Rollback to a checkpoint, while a segment is trained that began after step `begin`."""
 
     context: SegmentContext
     saver: Saver
@@ -294,20 +300,21 @@ class Recovery:
         return restored
 
     def restore_alike(self, state: TrainState, differing: Differing) -> TrainState:
-        """Restore the engine from the newest checkpoint up to ``differing.alike_step``, after which
-        replicas were alike, and remove newer ones; return its state, from which samples are read
-        again. Collective. Raises TrainingError on every rank without a checkpoint, and if a host
-        was named before: FaultyHostError on that host, if it is known."""
+        """Remove the checkpoints after ``differing.alike_step``, the last step after which replicas
+        were alike, and restore the engine from the newest remaining checkpoint; return its state,
+        from which samples are read again. Collective. Raises TrainingError on every rank without a
+        checkpoint, and if a host differs repeatedly: FaultyHostError on that host, if it is
+        known."""
         context, directory = self.context, self.context.directory
         context.heartbeat.set_activity("rolling back", slow=True)
         self.saver.wait()  # no save may continue while checkpoints are removed
         if self.memory_saver is not None:
             self.memory_saver.forget()
         rank_names = ", ".join(f"rank {rank} on {context.hosts[rank]}" for rank in differing.ranks)
-        doubt = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
+        note = "" if differing.is_known else " (one of them is wrong, and it is unknown which)"
         finding = (
             f"step {state.step + 1}: the parameters of {rank_names} differ from those of "
-            f"replicas{doubt}"
+            f"replicas{note}"
         )
 
         def remove_newer() -> None:
@@ -330,7 +337,7 @@ class Recovery:
                 "before"
             )
 
-        document = _restore_newest(context, _usable(context))
+        document = _restore_newest(context, _usable_on_disk(context))
         if document is None:
             raise TrainingError(
                 f"{finding}, and {directory} has no checkpoint up to step {differing.alike_step}, "

@@ -21,9 +21,9 @@ def reasons_to_keep(
     good_step: int | None = None,
     best: BestSection = _BEST,
 ) -> dict[int, list[str]]:
-    """Return why each checkpoint is kept, by step; without those to be removed. `measured`: the
-    metric of `best` by step, of all complete checkpoints, None if not measured. `good_step`:
-    `newest_good`."""
+    """Return the reasons to keep checkpoints, by step; checkpoints without a reason are absent.
+    `measured`: the metric of `best` by step, of all complete checkpoints, None if not measured.
+    `good_step`: from `newest_good`."""
     reasons: dict[int, list[str]] = {}
     newest_first = sorted(measured, reverse=True)
     for step in newest_first[: section.keep_last]:
@@ -35,11 +35,12 @@ def reasons_to_keep(
     for step in newest_first:
         if every is not None and step % every == 0:
             reasons.setdefault(step, []).append(f"every {every} steps")
+    # The best first; with `mode` "max" that is the largest value.
     sign = 1 if best.mode == "min" else -1
     ranked = sorted((sign * value, step) for step, value in measured.items() if value is not None)
     name = "held-out loss" if best.metric == _LOSS else best.metric
-    for value, step in ranked[: section.keep_best]:
-        reasons.setdefault(step, []).append(f"{name} {sign * value:.4f}")
+    for signed_value, step in ranked[: section.keep_best]:
+        reasons.setdefault(step, []).append(f"{name} {sign * signed_value:.4f}")
     return reasons
 
 
@@ -64,23 +65,22 @@ def superfluous(
 ) -> list[int]:
     """Return steps of the checkpoints that `section` does not keep in addition to `saved_step`.
 
-    Includes later ones: they are corrupt, or the run would have resumed from them. Corrupt ones do
-    not count for ``keep_last``; checkpoints of ``keep_every_steps`` are kept even if they look
-    corrupt, since a file may be missing temporarily.
+    Includes later checkpoints: they are corrupt, or the run would have resumed from them. A corrupt
+    checkpoint does not count for ``keep_last``; checkpoints of ``keep_every_steps`` are kept even
+    if they look corrupt, since a file may be missing temporarily.
     """
     steps = checkpoints.list_steps(run_directory)
-    measured = {
-        step: best_value(checkpoints.checkpoint_path(run_directory, step), section, best)
-        for step in steps
-        if step <= saved_step
-        and checkpoints.find_corruption(checkpoints.checkpoint_path(run_directory, step), "none")
-        is None
-    }
-    steps_to_keep = set(
-        reasons_to_keep(measured, section, newest_good(run_directory, measured), best)
-    )
-    if section.keep_every_steps is not None:
-        steps_to_keep |= {s for s in steps if s % section.keep_every_steps == 0 and s <= saved_step}
+    steps_until_saved = [step for step in steps if step <= saved_step]
+    measured: dict[int, float | None] = {}
+    for step in steps_until_saved:
+        directory = checkpoints.checkpoint_path(run_directory, step)
+        if checkpoints.find_corruption(directory, "none") is None:
+            measured[step] = best_value(directory, section, best)
+    good_step = newest_good(run_directory, measured)
+    steps_to_keep = set(reasons_to_keep(measured, section, good_step, best))
+    every = section.keep_every_steps
+    if every is not None:
+        steps_to_keep |= {step for step in steps_until_saved if step % every == 0}
     return [step for step in steps if step not in steps_to_keep]
 
 
@@ -100,15 +100,16 @@ def newest_good(run_directory: Path, steps: Iterable[int]) -> int | None:
 def best_value(
     directory: Path, section: CheckpointSection, best: BestSection = _BEST
 ) -> float | None:
-    """Return the metric of `best` at a checkpoint; not read if nothing depends on it."""
+    """Return the metric of `best` at a checkpoint; None if it was not measured, and, to save a
+    read, without ``keep_best``."""
     if section.keep_best == 0:
         return None
     try:
         document = checkpoints.read_state(directory)
     except CheckpointError:
         return None
-    figures = document.get("evaluation")
-    if not isinstance(figures, dict):  # written before other metrics existed
-        figures = {_LOSS: document.get(_LOSS)}
-    value = figures.get(best.metric)
+    metrics = document.get("evaluation")
+    if not isinstance(metrics, dict):  # an older release wrote only the loss
+        metrics = {_LOSS: document.get(_LOSS)}
+    value = metrics.get(best.metric)
     return value if isinstance(value, float) and math.isfinite(value) else None

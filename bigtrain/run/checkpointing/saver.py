@@ -37,8 +37,8 @@ from bigtrain.system.machine import local_world_size, this_machine
 if TYPE_CHECKING:
     from bigtrain.run.reporting.run_copies import RunCopies
 
-# Time that an error that ends the run waits for a save in progress. If another rank has died,
-# the save fails immediately.
+# Wait for a save in progress after an error that ends the run. The save fails at once if another
+# rank has died.
 _LAST_WAIT_SECONDS = 60.0
 
 MIB = 1 << 20
@@ -96,8 +96,8 @@ class Saver:
         # A separate group: the thread's collectives must not mix with the collectives of training.
         self._group = cpu_group(context.config.watchdog.collective_timeout_seconds)
         # Half of the free memory is left to the operating system, the data and the export.
-        limit = this_machine({}).memory_bytes // (2 * local_world_size(os.environ))
-        self._staging = Staging(copies=self._section.asynchronous, pinned_limit_bytes=limit)
+        limit_bytes = this_machine({}).memory_bytes // (2 * local_world_size(os.environ))
+        self._staging = Staging(copies=self._section.asynchronous, pinned_limit_bytes=limit_bytes)
         self._pending: _Write | None = None
         self._num_failures = 0
         # Fields of state.json that all checkpoints share; empty except on the main rank.
@@ -149,15 +149,16 @@ class Saver:
         try:
             refuse_not_finite(self._context.engine, self._group)
         except CheckpointError as error:
+            # A save that has failed already: `wait` counts it.
             self._pending = _Write(state.step, None, start, error=str(error))
-            return  # counted by `wait`, like any failed save
+            return
         snapshot = snapshot_engine(self._context.engine, self._staging)
         # The model's logits for a fixed input, with which an export of the checkpoint is compared.
         config, engine = self._context.config, self._context.engine
         ids = Probe.make_input(
             engine.module.config.get_text_config().vocab_size,  # type: ignore[operator, union-attr]
             config.batch.sequence_length,
-            # Samples: a score head returns one row for each, and not one for each token.
+            # A score head returns a row for each of 8 samples; a language model for each token.
             8 if config.objective.kind.scores_samples else 1,
         )
         probe = Probe(ids, engine.logits(ids), config.precision.dtype)
@@ -181,7 +182,9 @@ class Saver:
             for note in self._copies.notes():
                 self._context.log.info(note)
         write = self._pending
-        if write is None or write.is_reported or (write.thread and write.thread.is_alive()):
+        if write is None or write.is_reported:
+            return
+        if write.thread is not None and write.thread.is_alive():
             return
         if write.lost_token is not None:
             return  # log.txt belongs to the later launch, or was deleted
@@ -280,8 +283,8 @@ class Saver:
             self._on_main(self._context.claim.check)
         except LostRunTokenError as lost:
             return lost
-        except Exception:
-            return None  # a rank has died
+        except Exception:  # a rank has died
+            return None
         return None
 
     def _on_main(self, action: Callable[[], Result]) -> Result:
@@ -322,7 +325,7 @@ def refuse_small_disk(context: SegmentContext) -> None:
     total = torch.tensor(num_bytes, dtype=torch.int64, device=context.device)
     dist.all_reduce(total)
 
-    def look() -> None:
+    def check() -> None:
         try:
             _require_space(context.directory / "checkpoints", int(total))
         except CheckpointError as error:
@@ -330,15 +333,17 @@ def refuse_small_disk(context: SegmentContext) -> None:
             text = f"the run could not save a checkpoint: {error} -> {remedy}"
             raise CheckpointError(text) from error
 
-    context.long_work.on_main_rank(look)
+    context.long_work.on_main_rank(check)
 
 
 def _require_space(directory: Path, num_bytes: int) -> None:
+    """Raise CheckpointError without space for a checkpoint of `num_bytes` in `directory`, which
+    need not exist."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    total, _, free = shutil.disk_usage(existing)
-    # Some file systems do not report their size.
-    if total and free < num_bytes + _SPARE_BYTES:
+    total_bytes, _, free_bytes = shutil.disk_usage(existing)
+    is_size_known = total_bytes > 0  # some file systems do not report their size
+    if is_size_known and free_bytes < num_bytes + _SPARE_BYTES:
         raise CheckpointError(
-            f"no space left for it: {directory} has {free / MIB:,.1f} MiB free, and "
+            f"no space left for it: {directory} has {free_bytes / MIB:,.1f} MiB free, and "
             f"{num_bytes / MIB:,.1f} MiB are needed, plus {_SPARE_BYTES // MIB} in reserve"
         )

@@ -47,28 +47,33 @@ def memory_use(model: nn.Module, optimizer: Any, allocated: int, total: int) -> 
     """Return the use of the `allocated` bytes of a device with `total`, by a `model` and
     DeepSpeed's or torch's `optimizer`; each storage counts once."""
     storages: set[int] = set()
-    parameters = _bytes((p.data for p in model.parameters()), storages)
-    parameters += _bytes(packed_tensors(model), storages)
+    parameters = _uncounted_bytes((p.data for p in model.parameters()), storages)
+    parameters += _uncounted_bytes(packed_tensors(model), storages)
     partitions = (partition_of(p) for p in model.parameters())
-    parameters += _bytes((p for p in partitions if p is not None), storages)
-    gradients = _bytes((p.grad for p in model.parameters() if p.grad is not None), storages)
-    # ZeRO stores them here until its step.
-    gradients += _bytes(_tensors(kept_gradients(optimizer)), storages)
-    state = _tensors(getattr(optimizer, "state", {}))
-    state += _tensors([group["params"] for group in getattr(optimizer, "param_groups", [])])
-    optimizer_bytes = _bytes(state, storages)
+    parameters += _uncounted_bytes((p for p in partitions if p is not None), storages)
+    grads = (p.grad for p in model.parameters())
+    gradients = _uncounted_bytes((grad for grad in grads if grad is not None), storages)
+    # ZeRO keeps gradients in the optimizer until its step.
+    gradients += _uncounted_bytes(_nested_tensors(kept_gradients(optimizer)), storages)
+    state = _nested_tensors(getattr(optimizer, "state", {}))
+    state += _nested_tensors([group["params"] for group in getattr(optimizer, "param_groups", [])])
+    optimizer_bytes = _uncounted_bytes(state, storages)
     other_bytes = max(0, allocated - parameters - gradients - optimizer_bytes)
     return MeasuredMemory(parameters, gradients, optimizer_bytes, other_bytes, total)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _nested_tensors(value: Any) -> list[torch.Tensor]:
     if torch.is_tensor(value):
         return [value]
+    if not isinstance(value, (dict, list)):
+        return []
     items = value.values() if isinstance(value, dict) else value
-    return [t for item in items for t in _tensors(item)] if isinstance(value, (dict, list)) else []
+    return [tensor for item in items for tensor in _nested_tensors(item)]
 
 
-def _bytes(tensors: Any, storages: set[int]) -> int:
+def _uncounted_bytes(tensors: Any, storages: set[int]) -> int:
+    """Return the bytes of the storages of `tensors` that are not among `storages`, the addresses
+    counted so far, and add them there."""
     num_bytes = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -81,6 +86,7 @@ def _bytes(tensors: Any, storages: set[int]) -> int:
 def remedies(config: RunConfig, zero_stage: int, memory: MeasuredMemory) -> list[str]:
     """Return settings that reduce the largest uses of memory, the cheapest change first."""
     settings = []
+    # Activations: a smaller micro-batch, recomputation, then longer work per token.
     if memory.unattributed >= memory.total / 4:
         if config.batch.micro_batch_size > 1:
             settings.append(f"batch.micro_batch_size={max(1, config.batch.micro_batch_size // 2)}")
@@ -94,10 +100,12 @@ def remedies(config: RunConfig, zero_stage: int, memory: MeasuredMemory) -> list
             if config.model.tiled_mlp == "off":
                 settings.append("model.tiled_mlp=auto")
             degrees = config.parallel.degrees
-            ring_degrees = {"ulysses": degrees.ulysses_size, "ring": 2 * degrees.ring_size}
-            is_ring = degrees.ring_size > 1
-            setting = str(ring_degrees).replace("'", "") if is_ring else 2 * degrees.sequence_size
-            settings.append(f"parallel.sequence={setting}")
+            if degrees.ring_size > 1:
+                doubled_ring = f"ulysses: {degrees.ulysses_size}, ring: {2 * degrees.ring_size}"
+                settings.append(f"parallel.sequence={{{doubled_ring}}}")
+            else:
+                settings.append(f"parallel.sequence={2 * degrees.sequence_size}")
+    # Parameters, gradients and optimizer states: a higher ZeRO stage, then offloading.
     if memory.parameters + memory.gradients + memory.optimizer >= memory.total / 4:
         if zero_stage < 3:
             settings.append(f"ds_configs/zero{zero_stage + 1}.json on more ranks")

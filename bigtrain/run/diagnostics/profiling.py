@@ -27,12 +27,15 @@ class Profiler:
 
     def before(self, step: int) -> None:
         """Call before optimizer step `step`, counted from 1."""
-        # Not only at the first: a run may resume in the middle.
-        if self._running is None and self._steps and self._steps[0] <= step <= self._steps[1]:
+        if self._running is not None or self._steps is None:
+            return
+        first_step, last_step = self._steps
+        # Not only before the first step: a run may resume in the middle.
+        if first_step <= step <= last_step:
             activities = [ProfilerActivity.CPU]
             if self._context.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            # One cycle, so nothing accumulates; torch 2.11 would warn that it does not.
+            # Without `acc_events`, torch 2.11 warns that events of earlier cycles are cleared.
             self._running = profile(activities=activities, record_shapes=True, acc_events=True)
             self._begun_at = step
             self._running.start()
@@ -41,7 +44,8 @@ class Profiler:
         """Call after optimizer step `step`; write the trace if it is the last one."""
         if self._running is None or self._steps is None:
             return
-        if step < self._steps[1] and not last:
+        _, last_step = self._steps
+        if step < last_step and not last:
             return
         running, self._running = self._running, None
         if self._context.device.type == "cuda":
@@ -60,15 +64,16 @@ class Profiler:
 def top_ops(recorded: profile, device_type: str) -> list[str]:
     """Return the operations with the largest self time, as lines of a table, the largest first.
     Device time on CUDA, CPU time otherwise; shares are of all operations."""
-    key = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
-    rows: list[Any] = sorted(
-        recorded.key_averages(), key=lambda row: float(getattr(row, key)), reverse=True
-    )
-    total = sum(float(getattr(row, key)) for row in rows) or 1.0
+    attribute = "self_device_time_total" if device_type == "cuda" else "self_cpu_time_total"
+
+    def microseconds(operation: Any) -> float:
+        return float(getattr(operation, attribute))
+
+    operations: list[Any] = sorted(recorded.key_averages(), key=microseconds, reverse=True)
+    total = sum(map(microseconds, operations)) or 1.0
     lines = [f"{'ms':>10} {'share':>6} {'calls':>7}  operation"]
-    for row in rows[:NUM_TOP_OPS]:
-        microseconds = float(getattr(row, key))
-        lines.append(
-            f"{microseconds / 1e3:>10.2f} {microseconds / total:>6.1%} {row.count:>7}  {row.key}"
-        )
+    for operation in operations[:NUM_TOP_OPS]:
+        own_time = microseconds(operation)
+        milliseconds, share = own_time / 1e3, own_time / total
+        lines.append(f"{milliseconds:>10.2f} {share:>6.1%} {operation.count:>7}  {operation.key}")
     return lines

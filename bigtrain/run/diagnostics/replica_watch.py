@@ -1,10 +1,10 @@
 """Silent errors: ranks that should hold equal parameters hold different bits.
 
 Every ``guard.compare_every_steps`` each rank computes checksums of the parameters just before an
-update (`bigtrain.engine.replica_checksums`): they have been used by a complete forward and backward
-pass since the last one. Where a rank differs from the majority of replicas, the run goes back to
-the newest checkpoint from before the step at which all were last alike, and reads its samples
-again: no data was at fault. Of two replicas that differ, nobody knows which is right."""
+update (`bigtrain.engine.replica_checksums`), after a complete forward and backward pass with them.
+If a rank differs from the majority of replicas, the run goes back to the newest checkpoint up to
+the step after which all replicas were last alike, and reads the samples after it again: no data was
+at fault. If two replicas differ, it is unknown which is right."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from bigtrain.run.state import TrainState
 @dataclass(frozen=True)
 class Differing:
     """Ranks whose parameters differ from the parameters of replicas. is_known: whether exactly
-    these ranks are wrong; otherwise one rank is, unknown which. alike_step: after which all were
-    last alike. repeated_hosts: hosts of `ranks` that were also named before in this launch."""
+    these ranks are wrong; otherwise it is unknown which ranks of a group are wrong. alike_step: the
+    step after which all replicas were last alike. repeated_hosts: hosts of `ranks` that have
+    differed before in this launch."""
 
     ranks: tuple[int, ...]
     is_known: bool
@@ -34,8 +35,8 @@ class Differing:
 
 
 class ReplicaWatch:
-    """Comparison of parameters that ranks hold alike. go_back: restores the engine and returns its
-    state, from before the step at which replicas were last alike. Collective to construct."""
+    """Comparison of the parameters of replicas. go_back: restores the engine from a checkpoint at
+    which replicas were alike, and returns the state of the run. Collective to construct."""
 
     def __init__(
         self,
@@ -47,40 +48,43 @@ class ReplicaWatch:
         self._context, self._go_back = context, go_back
         limit = context.config.watchdog.collective_timeout_seconds
         self._group = cpu_group(limit) if self._every_steps and context.world.size > 1 else None
-        self._own: ReplicaChecksums | None = None
+        self._rank_checksums: ReplicaChecksums | None = None
         self._alike_step = state.step  # all ranks have read one checkpoint
-        self._named: set[str] = set()
+        self._named_hosts: set[str] = set()
 
     def policy(self, state: TrainState, policy: SkipPolicy | None) -> SkipPolicy | None:
-        """Return `policy` for the step from `state` on; where parameters are compared, it computes
-        their checksums before it decides."""
-        self._own = None
-        if self._group is None or (state.step + 1) % (self._every_steps or 1):
+        """Return the policy for the step after `state`: `policy` itself, or, for a step at which
+        parameters are compared, one that first computes their checksums."""
+        self._rank_checksums = None
+        if self._group is None or self._every_steps is None:
+            return policy
+        if (state.step + 1) % self._every_steps != 0:
             return policy
 
         def decide(stats: StepStats) -> bool:
-            self._own = replica_checksums(self._context.engine)
+            self._rank_checksums = replica_checksums(self._context.engine)
             return policy is None or policy(stats)
 
         return decide
 
     def compare(self, before: TrainState) -> TrainState | None:
-        """Compare the parameters at `before`, if the step since then computed their checksums. If
-        some differ, go back and return that state. Collective; raises as `go_back` does."""
-        if self._own is None:  # on all ranks, like the update
+        """Compare the parameters at `before`, if the step after it computed checksums. If some
+        differ, go back and return the restored state; else return None. Collective; raises as
+        `go_back` does."""
+        if self._rank_checksums is None:  # all ranks have checksums, or none has
             return None
-        checksums = gather_on_main(self._own, self._group)
+        checksums_by_rank = gather_on_main(self._rank_checksums, self._group)
         groups = groups_of(self._context.topology)
-        groups_by_kind = groups["replicas"], groups["expert_replicas"]
+        replica_groups = groups["replicas"], groups["expert_replicas"]  # as in the checksums
         ranks, is_known = on_main_rank(
-            lambda: differing_ranks(checksums, groups_by_kind), self._group
+            lambda: differing_ranks(checksums_by_rank, replica_groups), self._group
         )
         if not ranks:
             self._alike_step = before.step
             return None
         hosts = {self._context.hosts[rank] for rank in ranks}
-        repeated_hosts = tuple(sorted(hosts & self._named))
-        self._named |= hosts
+        repeated_hosts = tuple(sorted(hosts & self._named_hosts))
+        self._named_hosts |= hosts
         after = self._go_back(before, Differing(ranks, is_known, self._alike_step, repeated_hosts))
         self._alike_step = after.step
         return after
@@ -89,17 +93,18 @@ class ReplicaWatch:
 def differing_ranks(
     checksums: Sequence[Sequence[int]], groups_by_kind: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[tuple[int, ...], bool]:
-    """Return the ranks whose checksum differs from the majority of their group, and whether every
-    group has a majority; of a group without one, all ranks. Pure. checksums: by rank, one of each
-    kind; groups_by_kind: for each kind, the groups of ranks that must agree."""
+    """Return the ranks whose checksum differs from the majority of their group, with all ranks of a
+    group without a majority; and whether every group has a majority. Pure. checksums: for each
+    rank, a checksum of each kind of parameters; groups_by_kind: for each kind, the groups of ranks
+    that must agree."""
     differing: set[int] = set()
     have_majorities = True
     for kind_index, groups in enumerate(groups_by_kind):
         for group in groups:
-            counts = Counter(checksums[rank][kind_index] for rank in group)
-            usual, count = counts.most_common(1)[0]
-            if 2 * count > len(group):
-                differing |= {rank for rank in group if checksums[rank][kind_index] != usual}
+            checksum_of = {rank: checksums[rank][kind_index] for rank in group}
+            [(usual, num_usual)] = Counter(checksum_of.values()).most_common(1)
+            if 2 * num_usual > len(group):
+                differing |= {rank for rank in group if checksum_of[rank] != usual}
             else:
                 differing |= set(group)
                 have_majorities = False

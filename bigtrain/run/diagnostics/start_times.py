@@ -18,8 +18,8 @@ FIRST_STEP = "first step"
 
 
 class StartTimes:
-    """Seconds of the parts of a launch. now, began: the clock, and the start of this process by
-    it."""
+    """Seconds of the parts of a launch. now: the clock; began: returns the time at which this
+    process started."""
 
     def __init__(
         self, now: Callable[[], float] = time.time, began: Callable[[], float] | None = None

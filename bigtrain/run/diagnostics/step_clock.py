@@ -2,12 +2,12 @@
 
 On a CPU the training thread's time is split; time in DeepSpeed's hooks during the passes counts as
 the engine's (`HostTime`). On CUDA, events on the compute stream are read when a step is logged, so
-that no step waits for the device; time neither in a pass nor in the update counts as waiting for
-the batch, up to the host's wait for it, and further time as the engine's.
+that no step waits for the device. Time outside of the passes and the update counts as waiting for
+the batch, at most as long as the host has waited, and the remaining time as the engine's.
 
-Waiting for other ranks is part of the parts: on a CPU the thread's own waits, on CUDA the time
-between events around everything for which the compute stream waits for a collective, in logged
-steps only.
+The parts include the time of waiting for other ranks, which is also measured separately: on a CPU
+the waits of the thread; on CUDA, in logged steps only, the time between events around every wait of
+the compute stream for a collective.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bigtrain.system.units import GIB
 
 DATA, ENGINE = "data", "engine"
 _PASSES = ("forward", "backward", "compute")
-_OF_MARKS = {
+_PART_OF_MARK = {
     FORWARD_PASS: "forward",
     BACKWARD_PASS: "backward",
     BOTH_PASSES: "compute",
@@ -122,6 +122,8 @@ class StepClock:
         self._seconds: dict[str, float] = {}
         self._part = ENGINE
         self._num_steps = self._num_begun = 0
+        # When the current part began, and the totals of `host_time` then; seconds waited before
+        # the steps since the last reading, which include pauses.
         self._since, self._hook_seconds = now(), host_time.seconds
         self._waited = host_time.waited
 
@@ -141,7 +143,7 @@ class StepClock:
 
         def begin_marked(mark: str) -> None:
             on_mark(mark)
-            self.begin(_OF_MARKS.get(mark, ENGINE))
+            self.begin(_PART_OF_MARK.get(mark, ENGINE))
 
         return begin_marked
 
@@ -155,11 +157,11 @@ class StepClock:
     def begin(self, part: str) -> None:
         """Begin a part of the step: "data", "engine" or the part of a mark."""
         now, hook_total = self._now(), self._host_time.seconds
-        spent, hook_seconds = now - self._since, hook_total - self._hook_seconds
-        # Time in DeepSpeed's hooks counts as the engine's, but only hooks of passes are measured.
+        part_seconds, hook_seconds = now - self._since, hook_total - self._hook_seconds
+        # During a pass, time in DeepSpeed's hooks counts as the engine's.
         if self._part not in _PASSES:
             hook_seconds = 0.0
-        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent - hook_seconds
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + part_seconds - hook_seconds
         self._seconds[ENGINE] = self._seconds.get(ENGINE, 0.0) + hook_seconds
         self._since, self._hook_seconds = now, hook_total
         self._part = part
@@ -186,8 +188,8 @@ class StepClock:
     @contextmanager
     def paused(self, pause: str) -> Iterator[None]:
         """Exclude time inside the block from steps; `pause`: its name for `PartMemory`."""
-        part, waited = self._part, self._host_time.waited
-        self.begin(ENGINE)
+        part, waited_before = self._part, self._host_time.waited
+        self.begin(ENGINE)  # ends the time of `part`
         if self._device is not None:
             self._device.begin("pause")
         self.memory.measure(True)
@@ -196,7 +198,7 @@ class StepClock:
             yield
         finally:
             self.memory.begin(None)
-            self._waited += self._host_time.waited - waited
+            self._waited += self._host_time.waited - waited_before
             self._since, self._hook_seconds = self._now(), self._host_time.seconds
             self._part = part
             if self._device is not None:
@@ -205,23 +207,23 @@ class StepClock:
     def read(self) -> StepTimes:
         """Return the times of the steps since the last reading. The device must have finished
         them."""
-        self.begin(self._part)
+        self.begin(self._part)  # adds the time of the current part until now
         num_steps, waited = max(1, self._num_steps), self._host_time.waited - self._waited
-        total = sum(self._seconds.values())
+        total_seconds = sum(self._seconds.values())
         parts = {part: seconds / num_steps for part, seconds in self._seconds.items()}
-        step_seconds = max(total / num_steps, math.ulp(1.0))
-        communication: float | None = waited / num_steps
+        step_seconds = max(total_seconds / num_steps, math.ulp(1.0))  # a divisor: not zero
+        communication_seconds: float | None = waited / num_steps
         if self._device is not None:
             # The passes and the update by the device's clock; what remains of the step is split
             # into data, up to the host's wait for the batch, and engine.
-            device = self._device.read()
-            data_seconds = parts.get(DATA, 0.0)
-            parts = {part: device[part] for part in (*_PASSES, "optimizer") if part in device}
-            host_seconds = max(0.0, step_seconds - sum(parts.values()))
-            parts[DATA] = min(data_seconds, host_seconds)
-            parts[ENGINE] = host_seconds - parts[DATA]
+            device_parts, data_seconds = self._device.read(), parts.get(DATA, 0.0)
+            timed_parts = (*_PASSES, "optimizer")
+            parts = {part: device_parts[part] for part in timed_parts if part in device_parts}
+            remaining_seconds = max(0.0, step_seconds - sum(parts.values()))
+            parts[DATA] = min(data_seconds, remaining_seconds)
+            parts[ENGINE] = remaining_seconds - parts[DATA]
         if self.device_waits is not None:
-            communication = self.device_waits.read()
+            communication_seconds = self.device_waits.read()
         times = StepTimes(
             self._num_steps,
             step_seconds,
@@ -231,7 +233,7 @@ class StepClock:
                 backward_seconds=None if "compute" in parts else parts.get("backward", 0.0),
                 compute_seconds=parts.get("compute"),
                 optimizer_seconds=parts.get("optimizer", 0.0),
-                communication_seconds=communication,
+                communication_seconds=communication_seconds,
                 engine_seconds=parts.get(ENGINE, 0.0),
             ),
         )
@@ -265,14 +267,13 @@ class _DeviceParts:
         seconds_by_part: dict[str, float] = {}
         for (part, start), (_, end) in zip(self._events, self._events[1:], strict=False):
             if end.query():
-                seconds_by_part[part] = (
-                    seconds_by_part.get(part, 0.0) + start.elapsed_time(end) / 1000
-                )
+                seconds = start.elapsed_time(end) / 1000
+                seconds_by_part[part] = seconds_by_part.get(part, 0.0) + seconds
         num_steps = max(1, self._num_steps)
-        last = self._events[-1][0] if self._events else ENGINE
+        current_part, _ = self._events[-1] if self._events else (ENGINE, None)
         self._events.clear()
         self._num_steps, self._is_full = 0, False
-        self.begin(last)
+        self.begin(current_part)
         return {part: seconds / num_steps for part, seconds in seconds_by_part.items()}
 
 
@@ -282,14 +283,14 @@ class DeviceWaits:
     def __init__(self, make_event: Callable[[], Any] | None = None) -> None:
         self._make_event = make_event or (lambda: torch.cuda.Event(enable_timing=True))
         self._pairs: list[tuple[Any, Any]] = []
-        self._is_measuring = self._is_known = False
+        self._is_measuring = self._is_complete = False  # complete: every wait of the step is a pair
         self._stream: Any = None
 
     def begin(self) -> None:
         """Begin a step with measured waits; on the compute stream."""
         self._pairs.clear()
         self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        self._is_measuring = self._is_known = True
+        self._is_measuring = self._is_complete = True
 
     def end(self) -> None:
         """End the step."""
@@ -302,7 +303,7 @@ class DeviceWaits:
             yield
             return
         if len(self._pairs) >= _MOST_WAITS:
-            self._is_measuring = self._is_known = False
+            self._is_measuring = self._is_complete = False
             yield
             return
         start, end = self._make_event(), self._make_event()
@@ -314,11 +315,12 @@ class DeviceWaits:
             self._pairs.append((start, end))
 
     def read(self) -> float | None:
-        """Return the seconds of the measured step, which must have finished; None if none."""
-        pairs, is_known = self._pairs[:], self._is_known
+        """Return the seconds of waits of the measured step, which must have finished; None if no
+        step was measured completely."""
+        pairs, is_complete = self._pairs[:], self._is_complete
         self._pairs.clear()
-        self._is_known = False
-        if not is_known or not all(end.query() for _, end in pairs):
+        self._is_complete = False
+        if not is_complete or not all(end.query() for _, end in pairs):
             return None
         milliseconds: float = sum(start.elapsed_time(end) for start, end in pairs)
         return milliseconds / 1000

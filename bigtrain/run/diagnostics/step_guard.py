@@ -80,6 +80,7 @@ class Guard:
 
 def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> str | None:
     """Return why the update of a step is skipped; None if it is applied. Pure."""
+    # Name, value at this step, and values at the last applied updates.
     measured = (
         ("loss", stats.loss, state.losses),
         ("gradient norm", stats.grad_norm, state.norms),
@@ -87,33 +88,31 @@ def skip_reason(stats: StepStats, state: GuardState, section: GuardSection) -> s
     for name, value, _ in measured:
         if not math.isfinite(value):
             return f"{name} is not finite"
+    if section.spike_sigma is None:
+        return None
     for name, value, recent in measured:
-        if section.spike_sigma is not None and len(recent) >= section.window:
-            centre, spread = center_and_spread(recent[-section.window :])
-            if value > centre + section.spike_sigma * spread:
+        if len(recent) >= section.window:
+            center, sigma = center_and_spread(recent[-section.window :])
+            if value > center + section.spike_sigma * sigma:
                 return (
-                    f"{name} {value:.4g} is {(value - centre) / spread:.1f} sigma above the median "
-                    f"{centre:.4g} of the last {section.window} steps"
+                    f"{name} {value:.4g} is {(value - center) / sigma:.1f} sigma above the median "
+                    f"{center:.4g} of the last {section.window} steps"
                 )
     return None
 
 
 def center_and_spread(recent: Sequence[float]) -> tuple[float, float]:
-    """Return the median of `recent`, and a standard deviation from their median absolute
-    deviation."""
-    centre = median(recent)
-    deviation = median(abs(value - centre) for value in recent)
-    return centre, max(_SIGMA_PER_MAD * deviation, _LEAST_SPREAD * abs(centre), math.ulp(centre))
+    """Return the median of `recent`, and the standard deviation estimated from the median absolute
+    deviation, with a lower limit."""
+    center = median(recent)
+    deviation = median(abs(value - center) for value in recent)
+    return center, max(_SIGMA_PER_MAD * deviation, _LEAST_SPREAD * abs(center), math.ulp(center))
 
 
 def with_good_step(state: GuardState, stats: StepStats, section: GuardSection) -> GuardState:
     """Return the state after an applied update. Stats are kept only with ``guard.spike_sigma``."""
     if section.spike_sigma is None:
         return state if state.streak == 0 else replace(state, streak=0)
-    keep = section.window - 1
-    return replace(
-        state,
-        streak=0,
-        losses=(*(state.losses[-keep:] if keep else ()), stats.loss),
-        norms=(*(state.norms[-keep:] if keep else ()), stats.grad_norm),
-    )
+    losses, norms = (*state.losses, stats.loss), (*state.norms, stats.grad_norm)
+    window = section.window
+    return replace(state, streak=0, losses=losses[-window:], norms=norms[-window:])

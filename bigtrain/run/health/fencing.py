@@ -34,9 +34,9 @@ from bigtrain.errors import RunRemovedError, StaleLaunchError
 from bigtrain.system.files import create_whole
 
 DIRECTORY = "generations"
-_NAME = re.compile(r"(\d{8,})\.json")
+_HOLDER_NAME = re.compile(r"(\d{8,})\.json")
 _STALE_SUFFIX = ".superseded.json"
-_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_BETWEEN_CHECKS = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RunToken:
 
     run_directory: Path
     holder: TokenHolder
-    _looked_at: float = field(default=0.0)
+    _checked_at: float = field(default=0.0)
     _was_lost: bool = field(default=False)
 
     def check(self) -> None:
@@ -88,14 +88,14 @@ class RunToken:
     def lost(self) -> bool:
         """Return whether `check` would raise; reads the directory at most twice a second."""
         now = time.monotonic()
-        if not self._was_lost and now - self._looked_at >= _SECONDS_BETWEEN_LOOKS:
-            self._looked_at = now
+        if not self._was_lost and now - self._checked_at >= _SECONDS_BETWEEN_CHECKS:
+            self._checked_at = now
             self._was_lost = self._is_removed() or self.newer_launch() is not None
         return self._was_lost
 
     def _is_removed(self) -> bool:
-        """Return whether records and first files are missing (a save may create other files
-        again)."""
+        """Return whether the run directory was removed: both the records of launches and the first
+        file of the run are missing. A save may have created other files since."""
         for name in (DIRECTORY, "config.json"):
             try:
                 (self.run_directory / name).stat()
@@ -111,14 +111,14 @@ class RunToken:
         newest = newest_holder(self.run_directory)
         if newest is not None and newest.generation >= self.holder.generation:
             return str(newest) if newest.generation > self.holder.generation else None
-        # The listing is older than this launch, or its file has been renamed.
-        path = _path(self.run_directory, self.holder.generation)
-        if _read(path) is not None or not _stale_path(path).exists():
-            # If neither file exists, a user removed them, and no other launch holds the token.
+        # The listing is outdated and lacks this launch, or this launch's file has been renamed.
+        path = _holder_path(self.run_directory, self.holder.generation)
+        is_renamed = _read_holder(path) is None and _stale_path(path).exists()
+        if not is_renamed:  # without either file: a user removed them
             return None
-        # The listing is older than the rename.
+        # A later launch has renamed it, but the listing is outdated: open the next few files.
         for generation in range(self.holder.generation + 1, self.holder.generation + 10):
-            later = _read(_path(self.run_directory, generation))
+            later = _read_holder(_holder_path(self.run_directory, generation))
             if later is not None:
                 return str(later)
         return "a later launch of the run"
@@ -160,13 +160,15 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     # torchrun's id of this launch; each requeue of a Slurm job is another launch.
     names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
     ids = [environment.get(name, "") for name in names]
-    attempt, launch = secrets.token_hex(4), (":".join(ids) if ids[0] else "")
+    has_elastic_launcher = ids[0] != ""
+    launch = ":".join(ids) if has_elastic_launcher else ""
+    attempt = secrets.token_hex(4)
 
     # Refuse a restart of a launch whose token another launch has acquired.
     is_restart = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     current = newest_holder(run_directory)
     if is_restart and launch and current is not None and current.launch != launch:
-        for stale in map(_read, directory.glob(f"*{_STALE_SUFFIX}")):
+        for stale in map(_read_holder, directory.glob(f"*{_STALE_SUFFIX}")):
             if stale is not None and stale.launch == launch:
                 raise StaleLaunchError(
                     f"{run_directory} is held by {current}, which acquired it from this launch "
@@ -185,11 +187,12 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
             launch=launch,
             since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
         )
-        path = _path(run_directory, holder.generation)
+        path = _holder_path(run_directory, holder.generation)
         content = json.dumps(asdict(holder)).encode() + b"\n"
         if not create_whole(path, content, path.with_name(f".{attempt}.draft")):
-            # If the reply to a link is lost, the NFS client retries and sees the existing link.
-            existing = _read(path)
+            # Usually another launch has created it. But if the reply to this launch's link was
+            # lost, the NFS client has retried and found the link of this launch.
+            existing = _read_holder(path)
             if existing is None or existing.attempt != attempt:
                 continue
         # A launch with an outdated listing may have claimed a number that had become free.
@@ -199,7 +202,7 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
     # Fence off earlier launches, which check the file name before they write.
     for number in _generations(directory):
         if number < holder.generation:
-            path = _path(run_directory, number)
+            path = _holder_path(run_directory, number)
             try:
                 path.rename(_stale_path(path))
             except FileNotFoundError:
@@ -210,7 +213,7 @@ def acquire(run_directory: Path, environment: Mapping[str, str]) -> RunToken:
 def newest_holder(run_directory: Path) -> TokenHolder | None:
     """Return the launch that holds the run token, or None."""
     for number in sorted(_generations(run_directory / DIRECTORY), reverse=True):
-        holder = _read(_path(run_directory, number))
+        holder = _read_holder(_holder_path(run_directory, number))
         if holder is not None:
             return holder
     return None
@@ -221,10 +224,10 @@ def _generations(directory: Path) -> list[int]:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
-    return [int(match[1]) for match in map(_NAME.fullmatch, names) if match]
+    return [int(match[1]) for match in map(_HOLDER_NAME.fullmatch, names) if match]
 
 
-def _path(run_directory: Path, generation: int) -> Path:
+def _holder_path(run_directory: Path, generation: int) -> Path:
     return run_directory / DIRECTORY / f"{generation:08d}.json"
 
 
@@ -232,7 +235,7 @@ def _stale_path(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".json") + _STALE_SUFFIX)
 
 
-def _read(path: Path) -> TokenHolder | None:
+def _read_holder(path: Path) -> TokenHolder | None:
     try:
         return TokenHolder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -20,8 +20,9 @@ _LEAST_TRANSFER_BYTES = 1 << 20
 
 class Heartbeat:
     """Position of the training thread. A mark costs a fraction of a microsecond; nothing is
-    written. activity: human-readable. module: the layer, None outside of layers. slow: whether one
-    operation of this activity may take long. count: marks so far; progress means that it grows."""
+    written. activity: human-readable. module: the layer, None outside of layers. slow: whether a
+    single operation of this activity may take long. count: number of marks, which grows while
+    training makes progress."""
 
     def __init__(self) -> None:
         self._announced = ""
@@ -33,7 +34,8 @@ class Heartbeat:
         self._num_steps_begun = 0
 
     def set_activity(self, activity: str, *, slow: bool = False) -> None:
-        """Begin `activity` in the training thread. In its first step each may take long."""
+        """Begin `activity` in the training thread; every activity of the first step may be
+        slow."""
         self.activity, self.module, self._announced = activity, None, activity
         self.slow = slow or self._num_steps_begun <= 1
         self.count += 1
@@ -71,14 +73,14 @@ class Transfers:
     loading, exports, checkpoints. A rank that waits transfers only its watchdog's messages."""
 
     def __init__(self) -> None:
-        self._seen = self._num_bytes()
+        self._seen_bytes = self._num_bytes()
 
     def made_progress(self) -> bool:
         """Return whether at least a MiB was transferred since the last call that returned True."""
-        now = self._num_bytes()
-        if now - self._seen < _LEAST_TRANSFER_BYTES:
+        num_bytes = self._num_bytes()
+        if num_bytes - self._seen_bytes < _LEAST_TRANSFER_BYTES:
             return False
-        self._seen = now
+        self._seen_bytes = num_bytes
         return True
 
     @staticmethod
@@ -93,15 +95,13 @@ class Transfers:
 
 
 def current_collective() -> str | None:
-    """Return the collective that this rank's training waits in; None outside, or if only a GPU
-    waits. Read from the stacks of the main thread and of threads that Python did not start
-    (autograd's)."""
-    frames = sys._current_frames()
-    python_threads = {thread.ident for thread in threading.enumerate()} - {
-        threading.main_thread().ident
-    }
-    for ident, innermost in frames.items():
-        if ident in python_threads:
+    """Return the collective in which this rank's training waits; None if it is in no collective, or
+    if only a GPU waits. Read from the stacks of the main thread and of autograd's threads, which
+    Python did not start."""
+    main_id = threading.main_thread().ident
+    other_python_ids = {thread.ident for thread in threading.enumerate()} - {main_id}
+    for thread_id, innermost in sys._current_frames().items():
+        if thread_id in other_python_ids:
             continue
         # Collectives of torch call each other: training called the outermost function.
         collective: str | None = None

@@ -1,10 +1,10 @@
 """Status store to which all ranks report their positions, and the diagnosis of a hung run from
 them.
 
-It is the process group's TCPStore, whose server is a C++ thread of the main rank or of torchrun's
-agent and responds while Python hangs. Each rank has a separate connection. An operation may block
-forever if a host is lost, so one thread executes all operations and callers wait a few seconds;
-after the first that takes too long the status store counts as lost, until it is reconnected.
+The store is the process group's TCPStore, whose server is a C++ thread of the main rank or of
+torchrun's agent and responds while Python hangs. Each rank has a separate connection. An operation
+may block forever if a host is lost, so one thread executes all operations and callers wait a few
+seconds; after an operation that takes too long the store counts as lost, until it is reconnected.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from bigtrain.engine.startup.long_work import on_main_rank
 from bigtrain.system.world import World
 
+_NUM_SHOWN_RANKS = 16
 _OPERATION_SECONDS = 5.0
 _CONNECT = timedelta(seconds=30)
 _ALARM, _LEADER, _FINISHED, _MOVES, _SLOW = "alarm", "leader", "finished", "moves", "slow"
@@ -41,17 +42,18 @@ def _keys(prefix: str, num_ranks: int) -> list[str]:
 
 def open_status_store(world: World) -> StatusStore | None:
     """Open the status store of all ranks; None if this rank cannot reach it. Collective."""
-    # torchrun's store outlives a restart of the ranks.
+    # A new token for each launch: torchrun's store outlives a restart of the ranks.
+    location = StoreLocation(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secrets.token_hex(8)
+    )
 
     def create_entries() -> str:
         with suppress(RuntimeError):  # raised again below, where it is reported
             location.create_entries(world.size)
         return location.token
 
-    location = StoreLocation(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), secrets.token_hex(8)
-    )
-    location = replace(location, token=on_main_rank(create_entries))
+    token = on_main_rank(create_entries)
+    location = replace(location, token=token)
     try:
         return StatusStore(location, world)
     except RuntimeError as error:
@@ -136,9 +138,9 @@ class StatusStore:
         self._do(lambda: self._store.set(f"answer/{self._rank}", text))
 
     def leads(self, is_main: bool, answer_seconds: float, report_seconds: float) -> bool:
-        """Return whether this rank writes the report: the main rank, or the first other rank if
-        that does not start in time. On other ranks it returns when the report is written, or on
-        timeout."""
+        """Return whether this rank writes the report: the main rank, or, if the main rank does not
+        begin within `answer_seconds`, the first rank that claims it. Ranks that do not write wait
+        for the report or a timeout."""
         if not is_main and self._wait(_LEADER, answer_seconds):
             self._wait(_FINISHED, answer_seconds + 2 * report_seconds)
             return False
@@ -149,7 +151,8 @@ class StatusStore:
         return False
 
     def answers(self, seconds: float) -> dict[int, Position] | None:
-        """Return the answers of all ranks, or after `seconds` the received answers."""
+        """Return the answers of all ranks, or after `seconds` the received answers; None if the
+        store is lost."""
         until = time.monotonic() + seconds
         while not self.is_lost:
             received = self._read("answer")
@@ -166,7 +169,7 @@ class StatusStore:
         """Release the ranks that wait for the report, and give them time to end."""
         self._do(lambda: self._store.set(_FINISHED, "1"))
         if self._rank == 0 and not self.is_lost:
-            time.sleep(0.5)  # the store may end with this process
+            time.sleep(0.5)  # ranks read the store, which may end with this process
 
     def reopened(self) -> StatusStore | None:
         """Return this status store over a new connection; None if that fails."""
@@ -199,6 +202,8 @@ class StatusStore:
         return self._do(read)
 
     def _do(self, action: Callable[[], Result]) -> Result | None:
+        """Return the result of `action` in the thread of the store; None, and mark the store as
+        lost, if it fails or takes too long."""
         if self.is_lost:
             return None
         result: SimpleQueue[Any] = SimpleQueue()
@@ -221,7 +226,8 @@ class StatusStore:
 
 @dataclass(frozen=True)
 class Position:
-    """Position of one rank. step: from 1; 0 before. collective: that it waits in, or None."""
+    """Position of one rank. step: counted from 1; 0 before the first step. collective: in which it
+    waits, or None."""
 
     rank: int
     host: str
@@ -269,33 +275,30 @@ def diagnose(
     # A rank that does not respond explains why others wait.
     silent = [rank for rank in range(len(hosts)) if rank not in answers]
     if silent:
-        lines = [
-            f"rank {rank} on {hosts[rank]} does not respond: "
-            + (
-                f"it was last in {last_known[rank].description}"
-                if rank in last_known
-                else "never did"
-            )
-            for rank in silent
-        ]
+        lines = []
+        for rank in silent:
+            last = last_known.get(rank)
+            last_text = "never did" if last is None else f"it was last in {last.description}"
+            lines.append(f"rank {rank} on {hosts[rank]} does not respond: {last_text}")
         return _diagnosis(silent, lines, answers)
 
     # All ranks respond: the first difference between their positions names the lagging ranks.
     positions = list(answers.values())
-    ranks_outside = [p.rank for p in positions if p.collective is None]
-    first_step = min(p.step for p in positions)
-    behind = [p.rank for p in positions if p.step == first_step]
-    counts = Counter((p.collective, p.activity) for p in positions).most_common()
+    ranks_outside = [position.rank for position in positions if position.collective is None]
+    first_step = min(position.step for position in positions)
+    ranks_behind = [position.rank for position in positions if position.step == first_step]
+    operations = {position.rank: (position.collective, position.activity) for position in positions}
+    (usual_operation, num_usual), *runners_up = Counter(operations.values()).most_common(2)
+    is_majority = any(num_usual > num_others for _, num_others in runners_up)
     lagging: list[int] = []
     reason = ""
     if ranks_outside and len(ranks_outside) < len(positions):
         lagging, reason = ranks_outside, "the others wait for it in a collective"
-    elif len(behind) < len(positions):
-        lagging, reason = behind, "the others are in a later step"
-    elif len(counts) > 1 and counts[0][1] > counts[1][1]:
-        usual = counts[0][0]
-        lagging = [p.rank for p in positions if (p.collective, p.activity) != usual]
-        reason = f"most are in {usual[0]}, {usual[1]}"
+    elif len(ranks_behind) < len(positions):
+        lagging, reason = ranks_behind, "the others are in a later step"
+    elif is_majority:
+        lagging = [rank for rank, operation in operations.items() if operation != usual_operation]
+        reason = f"most are in {usual_operation[0]}, {usual_operation[1]}"
     elif len(positions) == 1:
         lagging, reason = [positions[0].rank], "it makes no progress"
     lines = [f"{answers[rank]} ({reason})" for rank in lagging]
@@ -319,9 +322,11 @@ def _diagnosis(
     ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]
 ) -> Diagnosis:
     waiting = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
-    # With thousands of ranks, the waiting ones are all alike.
-    waiting_lines = waiting[:16] + ([f"and {len(waiting) - 16} more"] if len(waiting) > 16 else [])
-    text = "\n".join(["lagging:", *(f"  {line}" for line in lines)])
+    # Show few of the waiting ranks, which are in equal positions; there may be thousands.
+    waiting_lines = waiting[:_NUM_SHOWN_RANKS]
+    if len(waiting) > _NUM_SHOWN_RANKS:
+        waiting_lines.append(f"and {len(waiting) - _NUM_SHOWN_RANKS} more")
+    text_lines = ["lagging:", *(f"  {line}" for line in lines)]
     if waiting_lines:
-        text += "\n" + "\n".join(["waiting:", *(f"  {line}" for line in waiting_lines)])
-    return Diagnosis(tuple(sorted(ranks)), text)
+        text_lines += ["waiting:", *(f"  {line}" for line in waiting_lines)]
+    return Diagnosis(tuple(sorted(ranks)), "\n".join(text_lines))

@@ -22,7 +22,7 @@ from bigtrain.system.stop_signals import StopSignals, ask_for_restart
 # one machine, and grows with the logarithm of the world size.
 _SECONDS_BETWEEN = 0.5
 
-_TROUBLE = 1 << 16  # above all signals
+_ERROR_NUMBER = 1 << 16  # above all signals
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class Agreed:
 class StopAgreement:
     """Agreement that stops all ranks after one common step when a rank received a signal, or must
     end. `group`: all ranks on the CPU (the training group would wait for a GPU); None for one rank.
-    `trouble`: why this rank must end, or None. `requests`: of the callbacks of this rank, to end
-    the run and to save; with them ranks agree after every step, not twice a second."""
+    `trouble`: returns the error for which this rank must end, or None. `requests`: returns whether
+    callbacks of this rank asked to end the run, and to save; with `requests` ranks agree after
+    every step, otherwise at most twice a second."""
 
     def __init__(
         self,
@@ -72,22 +73,24 @@ class StopAgreement:
             if self._steps_left > 0 and self._requests is None:
                 return Agreed()
             step_seconds = (time.perf_counter() - self._since) / self._steps_between
+        # 0: no signal and no error.
         self._error = self._trouble()
-        number = int(_TROUBLE if self._error is not None else self._signals.received)
+        number = int(_ERROR_NUMBER if self._error is not None else self._signals.received)
         ends, saves = (False, False) if self._requests is None else self._requests()
 
         if self._group is not None:
-            # Trouble of any rank, else the highest signal, and requests of any rank win.
+            # The maximum: an error of any rank, else the highest signal; requests of any rank.
             values = torch.tensor([number, step_seconds, ends, saves], dtype=torch.float64)
             maximum_of_all(values, self._group)
             number, ends, saves = int(values[0]), bool(values[2]), bool(values[3])
-            # Equal on every rank, like `values`; at most doubling, if steps become slow.
+            # The number of steps until the next agreement is equal on every rank, as `values` are.
+            # It at most doubles, in case later steps are slower.
             steps_between = int(_SECONDS_BETWEEN / max(float(values[1]), 1e-6))
             self._steps_between = max(1, min(steps_between, 2 * self._steps_between))
             self._steps_left = self._steps_between
             self._since = time.perf_counter()
 
-        if number != _TROUBLE:
+        if number != _ERROR_NUMBER:
             return Agreed(signal.Signals(number) if number else None, ends, saves)
         if self._group is None:
             self._raise()

@@ -48,13 +48,14 @@ _REPORT_SECONDS = 3.0
 _LAST_SECONDS = 30.0
 _MOST_REQUEUES_PER_STEP = 3
 _SECONDS_BETWEEN_CONNECTIONS = 60.0
-_MISSED_LOOKS = 4
-"""Looks after which a rank in a slow activity, which reports at each of its own, counts as gone."""
+_MISSED_CHECKS = 4
+"""Checks after which a rank in a slow activity counts as gone, if it has not reported: it reports
+at every check."""
 
 
 class Watchdog:
     """Watchdog of this rank's training thread, together with all other ranks. `is_stale`: whether a
-    later launch holds the run directory, whose log and restart marker then stay."""
+    later launch holds the run directory, whose log and restart marker are then not written."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Watchdog:
             return
         if world.size > 1:
             self._status_store = open_status_store(world)
-        self._look_seconds = min(5.0, max(0.1, self._limit / 10))
+        self._check_seconds = min(5.0, max(0.1, self._limit / 10))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
@@ -102,46 +103,48 @@ class Watchdog:
             self._status_store.close()
 
     def _watch(self) -> None:
+        """Check the training thread until `__exit__`, in the thread of the watchdog."""
         assert self._limit is not None
+        # Marks, and the store's counters, at the last check; -1: unknown.
         count, moves, slow_reports = -1, -1, -1
-        self._moved_at = own_moved_at = time.monotonic()
+        self._moved_at = rank_moved_at = time.monotonic()  # of any rank, and of this rank
         while True:
-            look_began = time.monotonic()
-            if self._stop.wait(self._look_seconds):
+            check_began = time.monotonic()
+            if self._stop.wait(self._check_seconds):
                 return
             now = time.monotonic()
-            overslept = now - look_began - self._look_seconds
-            if overslept > 2 * self._look_seconds:
-                # A stopped process: its training was stopped as well.
+            overslept = now - check_began - self._check_seconds
+            if overslept > 2 * self._check_seconds:
+                # The process was stopped, and its training thread as well.
                 self._moved_at += overslept
-                own_moved_at += overslept
+                rank_moved_at += overslept
             moved = self._heartbeat.count != count
             moved |= self._heartbeat.slow and self._transfers.made_progress()
             count = self._heartbeat.count
             if moved:
-                self._moved_at = own_moved_at = now
+                self._moved_at = rank_moved_at = now
             limit = self._current_limit(now)
-            # Reset the C timer that ends this process if this check is the last.
-            idle = time.monotonic() - self._moved_at
-            seconds = max(limit - idle, 0) + 2 * self._look_seconds
-            seconds += _ANSWER_SECONDS + _REPORT_SECONDS
-            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            # Reset the C timer, which ends this process if no further check resets it.
+            idle_seconds = time.monotonic() - self._moved_at
+            timer_seconds = max(limit - idle_seconds, 0) + 2 * self._check_seconds
+            timer_seconds += _ANSWER_SECONDS + _REPORT_SECONDS
+            faulthandler.dump_traceback_later(timer_seconds, exit=True, file=2)
             if self._status_store is not None and self._status_store.is_lost:
                 self._connect_again(self._status_store)
             if self._status_store is not None:
-                is_slow = self._heartbeat.slow and now - own_moved_at <= self._slow_limit
-                # Other ranks do not wait for a rank that waits in a collective, too.
+                # Other ranks may wait for this rank, unless it waits in a collective itself.
+                is_slow = self._heartbeat.slow and now - rank_moved_at <= self._slow_limit
                 is_slow = is_slow and current_collective() is None
                 self._status_store.report(self._position(), moved, is_slow)
                 if self._status_store.alarm() is not None:
                     self._end()
                 if now - self._moved_at > self._limit / 2:
-                    # One rank's progress counts for all: one may export while all others wait.
+                    # Any rank's progress counts: one rank may export while all others wait.
                     counter = self._status_store.moves()
                     if counter is not None and moves not in (-1, counter):
                         self._moved_at = now
                     moves = -1 if counter is None else counter
-                    # A rank that is slow in a slow activity ends the run by the slow limit.
+                    # While any rank is in a slow activity, the longer limit holds for all.
                     counter = self._status_store.slow_reports()
                     if counter is not None and slow_reports not in (-1, counter):
                         self._slow_seen_at = now
@@ -153,7 +156,8 @@ class Watchdog:
                 self._end()
 
     def _connect_again(self, lost_store: StatusStore) -> None:
-        """Connect again, once a minute: one late answer must not disconnect a rank permanently."""
+        """Connect again, at most once a minute: a single late answer must not disconnect a rank
+        permanently."""
 
         def connect() -> None:
             status_store = lost_store.reopened()
@@ -171,11 +175,11 @@ class Watchdog:
         return max(self._limit, self._section.slow_timeout_seconds)
 
     def _current_limit(self, now: float) -> float:
-        """Return the seconds without progress after which this rank raises the alarm: in a slow
-        activity, of this rank or of a rank that it may wait for, the longer limit."""
+        """Return the seconds without progress after which this rank raises the alarm: the longer
+        limit while this rank, or a rank for which it may wait, is in a slow activity."""
         assert self._limit is not None
-        waits = now - self._slow_seen_at <= _MISSED_LOOKS * self._look_seconds
-        return self._slow_limit if self._heartbeat.slow or waits else self._limit
+        other_is_slow = now - self._slow_seen_at <= _MISSED_CHECKS * self._check_seconds
+        return self._slow_limit if self._heartbeat.slow or other_is_slow else self._limit
 
     def _position(self, collective: str | None = None) -> Position:
         beat = self._heartbeat
@@ -198,7 +202,7 @@ class Watchdog:
             name = self._status_store.raise_alarm(name) or name
             self._status_store.answer(position)
         directory = self._run_directory / DIRECTORY / name
-        # File systems may hang too: then the process ends without the dump.
+        # In a thread, since file systems may hang, too: then the process ends without the dump.
         dump = threading.Thread(target=self._dump, args=(directory,), daemon=True)
         dump.start()
         # One rank reports for all; without the status store each rank reports for itself.
@@ -249,8 +253,8 @@ class Watchdog:
                 file.write(text)
             # Ask the launcher to restart the run, unless the same step hangs repeatedly.
             step = self._heartbeat.step
-            before = list(directory.parent.glob(f"step-{step:08d}-*"))
-            if len(before) <= _MOST_REQUEUES_PER_STEP:
+            hangs_of_step = list(directory.parent.glob(f"step-{step:08d}-*"))
+            if len(hangs_of_step) <= _MOST_REQUEUES_PER_STEP:
                 ask_for_restart(self._run_directory, "watchdog", step)
         except OSError as error:
             print(f"watchdog: the report cannot be written: {error}", file=sys.stderr)

@@ -37,7 +37,7 @@ class _LogLines(logging.Handler):
 @contextmanager
 def import_log(*, is_shown: bool) -> Iterator[list[str]]:
     """Capture DeepSpeed's log during its import inside the block; yield the lines, which are shown
-    only if `is_shown`. The import creates DeepSpeed's own handler, so this filters its logger."""
+    only if `is_shown`. A filter of the logger is used, since the import adds a handler to it."""
     logger, lines = logging.getLogger(_DEEPSPEED), list[str]()
     handler = _LogLines(_DEEPSPEED, lines.append)
 
@@ -55,8 +55,8 @@ def import_log(*, is_shown: bool) -> Iterator[list[str]]:
 @contextmanager
 def library_log(write: Callable[[str], None], *, is_shown: bool) -> Iterator[None]:
     """Send the logs of DeepSpeed (from INFO on) and of other libraries, and Python's warnings from
-    their code, to `write` inside the block. `is_shown`: also to where they go without it. Errors
-    are always shown, and torch's log if the user has set TORCH_LOGS."""
+    their code, to `write` inside the block; `is_shown`: also to the usual output. Errors are always
+    shown, and torch's log if the user has set TORCH_LOGS."""
     with ExitStack() as stack:
         stack.enter_context(_logged(_DEEPSPEED, write, logging.INFO, is_shown=is_shown))
         for name in _LIBRARIES:
@@ -73,32 +73,34 @@ def _logged(
 ) -> Iterator[None]:
     """Send one library's log to `write`, from `new_level` on (default: the logger's level)."""
     logger = logging.getLogger(name)
-    level, propagates = logger.level, logger.propagate
-    levels = [(handler, handler.level) for handler in logger.handlers]
+    old_level, old_propagate = logger.level, logger.propagate
+    old_handler_levels = [(handler, handler.level) for handler in logger.handlers]
     added: list[logging.Handler] = [_LogLines(name, write)]
     if not is_shown:
-        if not levels:  # Python would print its warnings to standard error
-            added.append(logging.StreamHandler())
-            added[-1].setLevel(logging.ERROR)
+        # Without a handler Python would print warnings to standard error.
+        if not old_handler_levels:
+            errors_only = logging.StreamHandler()
+            errors_only.setLevel(logging.ERROR)
+            added.append(errors_only)
         logger.propagate = False
     for handler in added:
         logger.addHandler(handler)
     if new_level is not None:
         logger.setLevel(new_level)
-    for handler, before in levels:
+    for handler, old_handler_level in old_handler_levels:
         if not is_shown:
             handler.setLevel(logging.ERROR)
         elif new_level is not None:
-            handler.setLevel(min(before, new_level))
+            handler.setLevel(min(old_handler_level, new_level))
     try:
         yield
     finally:
         for handler in added:
             logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates
-        for handler, before in levels:
-            handler.setLevel(before)
+        logger.setLevel(old_level)
+        logger.propagate = old_propagate
+        for handler, old_handler_level in old_handler_levels:
+            handler.setLevel(old_handler_level)
 
 
 @contextmanager

@@ -8,13 +8,13 @@
     {"step", "held_out_loss", "held_out_perplexity", "held_out_tokens",
      "held_out_bits_per_byte", "held_out_metrics", "held_out_sources", "tasks"}
 
-where "held_out_bits_per_byte" is omitted for conversations, in which only some tokens have a loss,
-and it and "held_out_perplexity" with an objective other than next_token, which has
-"held_out_pairs" or "held_out_rows" instead of "held_out_tokens" if these are its units.
-"held_out_metrics" are the metrics that the objective records, such as "rewards/accuracies", of the
+where "held_out_bits_per_byte" is omitted for conversations, in which only some tokens have a loss.
+An objective other than next_token has neither "held_out_bits_per_byte" nor "held_out_perplexity",
+and "held_out_pairs" or "held_out_rows" instead of "held_out_tokens" if it counts pairs or rows.
+"held_out_metrics" are the metrics that the objective records, such as "rewards/accuracies", for the
 held-out samples; trackers receive them as ``held_out_METRIC``. "held_out_sources" exists if there
-are several: by name of the source its "loss", "perplexity", "tokens", "bits_per_byte" and
-"metrics"; "held_out_loss", likewise every metric, is then their mean by the weights of the mixture.
+are several sources: by name, "loss", "perplexity", "tokens", "bits_per_byte" and "metrics" of the
+source; "held_out_loss" and every metric are then the mean by the weights of the mixture.
 Trackers receive them as ``held_out_loss/NAME`` and ``held_out_METRIC/NAME``. "tasks" has the
 metrics of lm-eval's tasks by ``TASK/METRIC``, after the steps in which they were run, without the
 other fields if only tasks were run; trackers receive them as ``tasks/TASK/METRIC``.
@@ -24,10 +24,10 @@ Every outer step of a run with several sites::
     {"step", "outer_step", "fragment", "sites", "sent_bytes", "link_bytes", "seconds",
      "waited_seconds", "change", "distance"}
 
-with the "fragment" of the model that was exchanged, the sites that took part, "sent_bytes" of this
-site (total of its ranks), "link_bytes" from the rank that sent most to one other site, the root
-mean square "change" of the global weights by it since the last outer step, and the "distance" of
-its weights to the mean of all sites. Trackers receive them as ``outer_step/NAME``.
+with the "fragment" of the model that was exchanged, the sites that took part, "sent_bytes" of all
+ranks of this site, "link_bytes" from the rank that sent most to one other site, the root mean
+square "change" of the global weights since the last outer step, and the "distance" of this site's
+weights to the mean of all sites. Trackers receive the numbers as ``outer_step/NAME``.
 
 And every event, with the samples of the run that it concerns::
 
@@ -41,9 +41,10 @@ And every event, with the samples of the run that it concerns::
     {"step", "event": "site_alone" | "site_left_out" | "site_returned" | "message_refused",
      "first_sample", "num_samples", "who", "reason", "outer_step", "count"}
 
-The last ones are from sites with an outer server, after the step in which this site was notified: a
-site trained alone, its update was excluded from an outer step, it joined or rejoined, the server
-rejected a message (corrupted, forged, replayed). "who" is the site, or the host of a message.
+The events with "who" are from sites with an outer server, after the step in which this site was
+notified: a site trained alone, its update was excluded from an outer step, it joined or rejoined,
+or the server rejected a message (corrupted, forged, replayed). "who" is the site, or the host of a
+message.
 
 Unknown values (the utilization of a CPU) and non-finite ones (a loss that overflowed) are null.
 Every step appears once, also after a resume; events of samples that are not read again are kept.
@@ -106,7 +107,7 @@ class MetricsWriter:
     ) -> None:
         self._is_stale = is_stale
         self._total_steps = total_steps
-        self._shown = ""
+        self._shown = ""  # metrics of the last logged step, for the terminal
         self._failure: OutputError | None = None
         self._progress = Progress(
             directory / "log.txt",
@@ -126,7 +127,7 @@ class MetricsWriter:
         except BaseException:
             self._progress.close()
             raise
-        # Last, so that nothing is dropped if a tracker does not start.
+        # Drop lines last, so that none is dropped if a tracker does not start.
         self._samples = directory / "samples.jsonl"
         cut_lines(self._samples, resume_step, resume_samples)
         self._path = directory / "metrics.jsonl"
@@ -173,16 +174,18 @@ class MetricsWriter:
         line: dict[str, Any] = {"step": step}
         tracked: dict[str, float] = {}
         begin = f"step {step}/{self._total_steps}"
-        # The log shows the losses, the line and the trackers all metrics.
+        # The log shows the losses; the line of metrics.jsonl and the trackers have all metrics.
         if held_out is not None:
-            figures = {f"held_out_{key}": value for key, value in held_out.figures().items()}
-            line |= figures
-            tracked |= figures
+            metrics = {f"held_out_{key}": value for key, value in held_out.losses().items()}
+            line |= metrics
+            tracked |= metrics
             if held_out.metrics:
                 line["held_out_metrics"] = dict(held_out.metrics)
                 tracked |= {f"held_out_{key}": value for key, value in held_out.metrics.items()}
-            shown_loss = f"loss {held_out.loss:.4f}"
-            shown_loss = loss_text(held_out.loss) if held_out.is_entropy else shown_loss
+            if held_out.is_entropy:
+                shown_loss = loss_text(held_out.loss)
+            else:
+                shown_loss = f"loss {held_out.loss:.4f}"
             self._tally.held_out = (step, shown_loss)
             text = f"{begin} held-out {shown_loss}"
             if held_out.bits_per_byte is not None:
@@ -190,18 +193,20 @@ class MetricsWriter:
             if len(sources) > 1:
                 line["held_out_sources"] = {key: loss.entry() for key, loss in sources.items()}
                 for key, loss in sources.items():
-                    metrics = {"loss": loss.loss, **loss.metrics}
-                    tracked |= {f"held_out_{name}/{key}": value for name, value in metrics.items()}
+                    tracked[f"held_out_loss/{key}"] = loss.loss
+                    for name, value in loss.metrics.items():
+                        tracked[f"held_out_{name}/{key}"] = value
                 losses = ", ".join(f"{key} {loss.loss:.4f}" for key, loss in sources.items())
                 text += f" ({losses})"
             for name, value in held_out.metrics.items():
                 text += f" {name} {value:.4g}"
             self.info(text)
         if tasks:
-            line["tasks"] = {name.removeprefix("tasks/"): value for name, value in tasks.items()}
+            values = {name.removeprefix("tasks/"): value for name, value in tasks.items()}
+            line["tasks"] = values
             tracked |= tasks
-            losses = ", ".join(f"{name} {value:.4f}" for name, value in line["tasks"].items())
-            self.info(f"{begin} tasks {losses}")
+            values_text = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+            self.info(f"{begin} tasks {values_text}")
         self._write(line)
         self._trackers.log(tracked, step)
 
@@ -222,13 +227,14 @@ class MetricsWriter:
     def log_outer_step(self, step: int, **values: Any) -> None:
         """Write an outer step after optimizer step `step`, in this module's format."""
         self._write({"step": step, **values})
-        distance = values["distance"]
-        self.info(
+        text = (
             f"step {step}/{self._total_steps} outer step {values['outer_step']} with "
             f"{len(values['sites'])} sites in {values['seconds']:.2f} s, "
             f"{values['sent_bytes']:,} bytes sent"
-            + ("" if distance is None else f", distance {distance:.3g}")
         )
+        if values["distance"] is not None:
+            text += f", distance {values['distance']:.3g}"
+        self.info(text)
         names = ("sent_bytes", "link_bytes", "seconds", "waited_seconds", "change", "distance")
         tracked = {name: values[name] for name in names if values[name] is not None}
         self._trackers.log({f"outer_step/{name}": value for name, value in tracked.items()}, step)
@@ -238,8 +244,8 @@ class MetricsWriter:
         self._write({"step": step, "event": event, **details})
 
     def roll_back(self, step: int, samples: int) -> None:
-        """Continue from `step`, with `samples` read: drop lines of later steps,
-        keep events. Trackers see those steps twice."""
+        """Continue from `step`, with `samples` read: drop lines of later steps, but keep events.
+        Trackers receive the steps that are trained again twice."""
         if self._is_stale():
             return
         self._failure = close_written(self._file, self._path, self._failure)
@@ -286,10 +292,11 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self, figures: Mapping[str, object]) -> None:
+    def _write(self, values: Mapping[str, object]) -> None:
+        """Append a line to metrics.jsonl, unless the file belongs to a later launch."""
         if self._is_stale():
-            return  # the step belongs to another launch, which ends this one
-        line = without_secrets(json.dumps(_finite(figures), allow_nan=False))
+            return
+        line = without_secrets(json.dumps(_finite(values), allow_nan=False))
         self._failure = self._failure or write_line(self._file, self._path, line)
 
 
@@ -308,8 +315,8 @@ def memory_gib(device_type: str) -> float:
 
         return torch.cuda.max_memory_allocated() / GIB
     try:
-        # Avoid ru_maxrss: on Linux it starts with the size of the process
-        # that started this one, VmHWM (proc(5)) with this program.
+        # The peak of this program (VmHWM, proc(5)); on Linux `ru_maxrss` also counts the process
+        # that started it.
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmHWM:", 1)[1].split(None, 1)[0]) / 2**20
     except (OSError, IndexError, ValueError):
@@ -319,9 +326,9 @@ def memory_gib(device_type: str) -> float:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean `loss` in nats over `num_units` held-out targets (of another objective, its units);
-    `bits_per_byte` if known. is_entropy: whether it is a cross-entropy, which has a perplexity.
-    unit: "tokens", "rows" or "pairs". metrics: by name, what the objective recorded."""
+    """Mean `loss` in nats over `num_units` held-out units of the objective; `bits_per_byte` if
+    known. unit: "tokens" (targets), "rows" or "pairs". is_entropy: whether the loss is a
+    cross-entropy, which has a perplexity. metrics: recorded by the objective, by name."""
 
     loss: float
     num_units: int
@@ -335,15 +342,19 @@ class HeldOutLoss:
         """Exponential of the loss; infinite if too large for a float."""
         return math.exp(self.loss) if self.loss < math.log(sys.float_info.max) else math.inf
 
-    def figures(self) -> dict[str, float]:
-        """Return metrics by name, without what the objective recorded."""
+    def losses(self) -> dict[str, float]:
+        """Return the loss and its conversions by name, and the number of units."""
         metrics: dict[str, float] = {"loss": self.loss}
-        metrics |= {"perplexity": self.perplexity} if self.is_entropy else {}
+        if self.is_entropy:
+            metrics["perplexity"] = self.perplexity
         metrics[self.unit] = self.num_units
         if self.bits_per_byte is not None:
             metrics["bits_per_byte"] = self.bits_per_byte
         return metrics
 
     def entry(self) -> dict[str, Any]:
-        """Return the metrics of a set, as in a line of metrics.jsonl."""
-        return {**self.figures(), **({"metrics": dict(self.metrics)} if self.metrics else {})}
+        """Return the entry of a set in "held_out_sources" of metrics.jsonl."""
+        entry: dict[str, Any] = self.losses()
+        if self.metrics:
+            entry["metrics"] = dict(self.metrics)
+        return entry

@@ -1,5 +1,5 @@
-"""Lines of metrics.jsonl: reading them, and dropping the last ones when a run resumes, without
-reading the entire file: except for events, steps and samples only grow from line to line."""
+"""Lines of metrics.jsonl: reading them, and dropping the last lines when a run resumes. Lines are
+read backwards from the end, since steps and samples grow from line to line, except for events."""
 
 from __future__ import annotations
 
@@ -24,33 +24,38 @@ def cut_lines(path: Path, last_step: int, samples: int) -> tuple[float | None, i
     if not path.exists():
         return None, 0
     with path.open("rb") as file:
-        kept_lines: list[bytes] = []  # after `end`, in reverse order
-        num_dropped, end = 0, 0
+        # Backwards to the last line of a kept step: every line before it is kept, too.
+        kept_lines: list[bytes] = []  # after `unread_end`, the last line first
+        num_dropped, unread_end = 0, 0
         for begin, text in _backwards(file):
             line = _parsed(text)
             if line is None:
                 continue  # truncated by a kill
             step, is_event = line.get("step"), "event" in line
-            if not isinstance(step, int) or last_step == 0:
+            if last_step == 0 or not isinstance(step, int):
+                is_kept = False
+            elif is_event:
+                is_kept = line["first_sample"] < samples
+            else:
+                is_kept = step <= last_step
+            if not is_kept:
                 num_dropped += 1
                 continue
-            if not (line["first_sample"] < samples if is_event else step <= last_step):
-                num_dropped += 1
-                continue
-            is_read = not is_event and line.get("samples", samples + 1) <= samples
-            if is_read and text.endswith(b"\n"):
-                end = begin + len(text)
+            is_kept_step = not is_event and line.get("samples", samples + 1) <= samples
+            if is_kept_step and text.endswith(b"\n"):
+                unread_end = begin + len(text)
                 break
             kept_lines.append(text)
         # A new file, although most lines are kept: a launch that this one has fenced off may still
-        # have the old one open, and its appended lines are discarded with it.
+        # have the old file open, and the lines that it appends are discarded with this file.
         with whole_file(path, path.with_name(f".{path.name}.tmp")) as new_file:
             file.seek(0)
-            num_bytes = end
-            while num_bytes > 0 and (block := file.read(min(_BLOCK_BYTES, num_bytes))):
+            remaining_bytes = unread_end
+            while remaining_bytes > 0 and (block := file.read(min(_BLOCK_BYTES, remaining_bytes))):
                 new_file.write(block)
-                num_bytes -= len(block)
+                remaining_bytes -= len(block)
             new_file.writelines(line.rstrip(b"\n") + b"\n" for line in reversed(kept_lines))
+    # The loss of the first step.
     with path.open("rb") as file:
         for text in file:
             line = _parsed(text)
@@ -102,19 +107,20 @@ def last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield the position and content of each line including its newline, the last line first."""
     begin = file.seek(0, os.SEEK_END)
-    unread = b""
+    text = b""  # read from `begin`, and not yielded yet
     while begin > 0:
-        size = min(_BLOCK_BYTES, begin)
-        begin = file.seek(begin - size)
-        unread = file.read(size) + unread
-        while (cut := unread.rfind(b"\n", 0, -1)) >= 0:
-            yield begin + cut + 1, unread[cut + 1 :]
-            unread = unread[: cut + 1]
-    if unread:
-        yield 0, unread
+        block_bytes = min(_BLOCK_BYTES, begin)
+        begin = file.seek(begin - block_bytes)
+        text = file.read(block_bytes) + text
+        while (newline := text.rfind(b"\n", 0, -1)) >= 0:
+            yield begin + newline + 1, text[newline + 1 :]
+            text = text[: newline + 1]
+    if text:
+        yield 0, text
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return a line; None if it is not JSON, as a truncated line, and empty if it is no object."""
     try:
         line = json.loads(text)
     except ValueError:

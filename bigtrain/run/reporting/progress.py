@@ -22,9 +22,9 @@ OUTPUT_REMEDY = (
 
 
 class Progress:
-    """Text of one run on standard error and, with the time of each line, in ``log.txt``, which is
-    copied to a new file first: a stale launch that still runs has the old one open. `terminal`: as
-    in `MetricsWriter`. A failure to write is held in `failure`; `StopAgreement` ends the run."""
+    """Text of a run on standard error and, with the time of each line, in ``log.txt``, which is
+    copied to a new file first: a stale launch that still runs has the old file open. `terminal`: as
+    in `MetricsWriter`. failure: error of writing, for which `StopAgreement` ends the run."""
 
     def __init__(
         self, log_path: Path, *, total_steps: int, first_step: int = 0, terminal: bool | None = None
@@ -38,7 +38,8 @@ class Progress:
         self._path = log_path
         self._log = log_path.open("a", encoding="utf-8", buffering=1)
         self._bar: tqdm[NoReturn] | None = None
-        if self._stream.isatty() if terminal is None else terminal:
+        shows_bar = self._stream.isatty() if terminal is None else terminal
+        if shows_bar:
             self._bar = tqdm(
                 total=total_steps,
                 initial=first_step,
@@ -90,8 +91,8 @@ class Progress:
         self.failure = close_written(self._log, self._path, self.failure)
 
     def _write(self, text: str) -> None:
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
         if self.failure is None:
+            now = datetime.now().astimezone().isoformat(timespec="seconds")
             lines = "\n".join(f"{now} {line}" for line in text.splitlines())
             self.failure = write_line(self._log, self._path, lines)
 

@@ -20,7 +20,7 @@ from bigtrain.system.storage.stores import joined, with_retries
 
 _RUN_FILES = ("config.json", "deepspeed.json", "environment.json", "run_id")
 _RUN_FOLDERS = ("model_config", "tokenizer")
-_LAST = "manifest.json"
+_LAST_FILE = "manifest.json"
 """File of a checkpoint that is written last: it marks a complete one."""
 
 
@@ -39,7 +39,7 @@ class RunCopies:
     def add(self, path: Path) -> None:
         """Copy the committed checkpoint or export `path` as soon as the previous copy is done."""
         with self._turn:
-            if self._waiting is not None:
+            if self._waiting is not None:  # replaced by `path`
                 self._notes.append(
                     f"{self._waiting.name} was not copied to {self.address}: copying takes longer "
                     "than the time between saves"
@@ -87,29 +87,29 @@ class RunCopies:
     def _copy(self, path: Path) -> str:
         """Copy `path` and return a log line. Never raises: a failed copy does not end the run."""
         start = time.monotonic()
-        below = path.relative_to(self.directory).as_posix()
-        target = joined(self.address, below)
-        last = _LAST if (path / _LAST).exists() else None
+        item = path.relative_to(self.directory).as_posix()
+        target = joined(self.address, item)
+        last_file = _LAST_FILE if (path / _LAST_FILE).exists() else None
         try:
-            num_bytes = copy_tree(path, target, last)
+            num_bytes = copy_tree(path, target, last_file)
             if num_bytes:
                 # Small files that a resume needs, and the metrics so far.
                 store = store_of(self.address)
                 for name in (*_RUN_FILES, "metrics.jsonl", "log.txt"):
                     file, address = self.directory / name, joined(self.address, name)
                     if file.is_file():
-                        # The current content: the file grows while it is sent.
+                        # Read the content first: the file may grow while it is sent.
                         write = partial(store.put, address, file.read_bytes())
                         with_retries(address, "cannot be written", write)
                 for name in _RUN_FOLDERS:
                     if (self.directory / name).is_dir():
                         copy_tree(self.directory / name, joined(self.address, name))
         except FileNotFoundError:
-            return f"{below} was not copied to {self.address}: it was deleted in the meantime"
+            return f"{item} was not copied to {self.address}: it was deleted in the meantime"
         except (DataError, OSError) as error:
-            return f"{below} could not be copied: {error}; the run continues without it"
+            return f"{item} could not be copied: {error}; the run continues without it"
         except Exception as error:  # any error of a library
-            return f"{below} could not be copied to {self.address}: {type(error).__name__}: {error}"
-        if not num_bytes:
+            return f"{item} could not be copied to {self.address}: {type(error).__name__}: {error}"
+        if not num_bytes:  # everything was copied before
             return ""
-        return f"{below} copied to {target} ({num_bytes:,} bytes, {time.monotonic() - start:.1f} s)"
+        return f"{item} copied to {target} ({num_bytes:,} bytes, {time.monotonic() - start:.1f} s)"

@@ -61,29 +61,28 @@ class Tally:
         rate = format_rate(self.tokens_per_second)
         elapsed = format_duration(time.perf_counter() - self._begun_at)
         since = f" since step {self._resume_step}" if self._resume_step else ""
-        breakdown = self._breakdown.mean()
+        time_line = f"time      {elapsed}{since}, {rate} tokens/s"
+        if last.model_flops_utilization is not None:
+            time_line += f", {last.model_flops_utilization:.1%} of peak FLOP/s"
         lines = [
             f"steps     {last.step}/{total_steps}, {last.tokens:,} tokens, "
             f"{last.samples:,} samples",
-            f"time      {elapsed}{since}, {rate} tokens/s"
-            + (
-                ""
-                if last.model_flops_utilization is None
-                else f", {last.model_flops_utilization:.1%} of peak FLOP/s"
-            ),
-            *([] if breakdown is None else [f"step      {breakdown.describe()}"]),
-            f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}",
-            f"memory    {self.memory_gib:.2f} GiB at most on the main rank",
+            time_line,
         ]
+        breakdown = self._breakdown.mean()
+        if breakdown is not None:
+            lines.append(f"step      {breakdown.describe()}")
+        lines.append(f"loss      {_number_text(self._first_loss)} -> {_number_text(last.loss)}")
         if self.held_out is not None:
             step, text = self.held_out
-            lines.insert(-1, f"held out  {text} at step {step}")
+            lines.append(f"held out  {text} at step {step}")
+        lines.append(f"memory    {self.memory_gib:.2f} GiB at most on the main rank")
         return lines
 
 
 def loss_text(loss: float) -> str:
     """Format a loss in nats, and its perplexity."""
-    perplexity = math.exp(loss) if loss < 100 else math.inf
+    perplexity = math.exp(loss) if loss < 100 else math.inf  # exp overflows above 709
     return f"loss {loss:.4f} perplexity {perplexity:,.2f}"
 
 

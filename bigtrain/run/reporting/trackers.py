@@ -27,8 +27,8 @@ def check_trackers(names: Sequence[str]) -> list[Problem]:
     for name in names:
         module, distribution = _PACKAGES[name]
         spec = importlib.util.find_spec(module)
-        # A folder, like the ./wandb that W&B itself creates, is found as well, but has no origin:
-        # it is not the package.
+        # A folder is found like a package, for instance the ./wandb that W&B creates, but has no
+        # origin.
         if spec is None or spec.origin is None:
             problems.append(
                 Problem(
@@ -105,8 +105,8 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, str | int
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{key}."))
         else:
-            plain = isinstance(value, str | int | float | bool)
-            flat[f"{prefix}{key}"] = value if plain else str(value)  # type: ignore[assignment]
+            is_plain = isinstance(value, str | int | float | bool)
+            flat[f"{prefix}{key}"] = value if is_plain else str(value)  # type: ignore[assignment]
     return flat
 
 
@@ -121,7 +121,10 @@ def _show_samples(tracker: Any, samples: Sequence[tuple[str, str]], step: int) -
         rows = [[step, prompt, text] for prompt, text in samples]
         tracker.log_table("samples", columns=["step", "prompt", "text"], data=rows, step=step)
     elif tracker.name == "mlflow":
-        lines = [json.dumps({"prompt": p, "text": t}, ensure_ascii=False) for p, t in samples]
+        lines = [
+            json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False)
+            for prompt, text in samples
+        ]
         with TemporaryDirectory() as directory:
             file = Path(directory, f"step-{step:08d}.jsonl")
             file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -142,8 +145,9 @@ def _make(name: str, directory: Path, project: str, resume_step: int) -> Any:
     run_name = directory.resolve().name
     tracker: Any
     if name == "tensorboard":
-        purge = {"purge_step": resume_step + 1} if resume_step else {}
-        tracker = tracking.TensorBoardTracker("tensorboard", directory, **purge)
+        # TensorBoard hides what an earlier launch has written after the step of the checkpoint.
+        options = {"purge_step": resume_step + 1} if resume_step else {}
+        tracker = tracking.TensorBoardTracker("tensorboard", directory, **options)
     elif name == "wandb":
         tracker = tracking.WandBTracker(project, name=run_name, dir=str(directory))
     elif name == "mlflow":
@@ -151,6 +155,6 @@ def _make(name: str, directory: Path, project: str, resume_step: int) -> Any:
     else:
         assert name == "comet_ml", name
         tracker = tracking.CometMLTracker(project)
-    # accelerate would query its PartialState for the main process; only that one runs this.
+    # Otherwise accelerate would create a PartialState to find the main process, which this is.
     tracker.main_process_only = False
     return tracker

@@ -16,8 +16,8 @@ ENTRY = "entry"
 
 @dataclass(frozen=True)
 class Family:
-    """A declared metric. is_count: it counts from the beginning of the run. has_entries: it is an
-    object of numbers."""
+    """Declared metric. is_count: whether it counts from the beginning of the run, and is a field of
+    `RunView`. has_entries: whether it is an object of numbers."""
 
     name: str
     meaning: str
@@ -27,10 +27,13 @@ class Family:
 
     def values(self, view: RunView) -> dict[str, float]:
         """Return the known numbers by entry; the entry of a plain number is empty."""
+        value: Any
         if self.name == EVALUATION:
-            value: Any = view.evaluation
+            value = view.evaluation
+        elif self.is_count:
+            value = getattr(view, self.name)
         else:
-            value = getattr(view, self.name) if self.is_count else view.metrics.get(self.name)
+            value = view.metrics.get(self.name)
         entries = value if isinstance(value, Mapping) else {"": value}
         return {key: float(item) for key, item in entries.items() if isinstance(item, int | float)}
 

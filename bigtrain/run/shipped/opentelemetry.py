@@ -48,22 +48,23 @@ class OpenTelemetry:
         _LOGGER.addHandler(self._failures)
         _LOGGER.propagate = False
         attributes = {"bigtrain.run.directory": str(view.directory)}
-        if not (
-            os.environ.get("OTEL_SERVICE_NAME")
-            or SERVICE_NAME in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-        ):
+        # The user's name of the service, which the SDK reads, has precedence.
+        has_service_name = bool(os.environ.get("OTEL_SERVICE_NAME"))
+        has_service_name |= SERVICE_NAME in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        if not has_service_name:
             attributes[SERVICE_NAME] = "bigtrain"
         resource = Resource.create(dict(attributes))
         reader = PeriodicExportingMetricReader(OTLPMetricExporter())
         self._provider = MeterProvider([reader], resource, shutdown_on_exit=False)
         meter = self._provider.get_meter("bigtrain")
         for family in FAMILIES:
-            make = (
+            create = (
                 meter.create_observable_counter
                 if family.is_count
                 else meter.create_observable_gauge
             )
-            make(f"bigtrain.{family.name}", [self._observing(family)], family.unit, family.meaning)
+            callbacks = [self._observing(family)]
+            create(f"bigtrain.{family.name}", callbacks, family.unit, family.meaning)
 
     def _observing(self, family: Family) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
@@ -74,7 +75,8 @@ class OpenTelemetry:
         return observe
 
     def step(self, view: RunView) -> None:
-        """Take over the metrics, which the SDK's thread exports at its interval."""
+        """Store the metrics, which the SDK's thread exports at its interval; show the SDK's first
+        warning."""
         self._view = view
         if self._failures.first is not None and not self._failures.is_reported:
             self._failures.is_reported = True

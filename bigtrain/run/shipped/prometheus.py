@@ -47,7 +47,7 @@ class Prometheus(Collector):
             self._warn(f"prometheus: listens {reached_from}, without encryption or a password")
 
     def step(self, view: RunView) -> None:
-        """Take over the metrics."""
+        """Store the metrics for the next request."""
         self._view = view
 
     evaluation = end = step

@@ -27,7 +27,8 @@ from bigtrain.settings.sections.extensions import NoSettings
 URL, TOKEN, CERTIFICATE = (
     f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "TOKEN", "CA_CERT")
 )
-"""Address of the status server, file of the token (it rotates), and file of its certificate."""
+"""Variables with the address of the status server, the file of the token, which rotates, and the
+file of the server's certificate."""
 _SECONDS_BETWEEN = 5.0
 _TIMEOUT_SECONDS = 5.0
 # Limits of the resource's schema.
@@ -43,7 +44,7 @@ class TrainJob:
     ) -> None:
         self._warn = warn
         self._url = os.environ.get(URL)
-        self._first: tuple[float, int] | None = None
+        self._start: tuple[float, int] | None = None  # time (monotonic) and step
         self._changed = threading.Condition()
         self._pending: dict[str, Any] | None = None
         self._is_closing = False
@@ -59,20 +60,22 @@ class TrainJob:
                 "TrainJob, or Kubeflow Trainer's feature gate TrainJobStatus is off"
             )
             return
-        self._first = time.monotonic(), view.step
+        self._start = time.monotonic(), view.step
         self._thread = threading.Thread(target=self._send, name="trainjob", daemon=True)
         self._thread.start()
         self.step(view)
 
     def step(self, view: RunView) -> None:
         """Report the state of the run; the newest one is sent, at most every five seconds."""
-        total = view.config.train.total_steps
-        status: dict[str, Any] = {"progressPercentage": min(100, 100 * view.step // total)}
-        start, first = self._first or (0.0, view.step)
-        if view.step > first:
-            seconds = (time.monotonic() - start) / (view.step - first) * (total - view.step)
-            status["estimatedRemainingSeconds"] = min(_MOST_SECONDS, max(0, round(seconds)))
-        values: dict[str, float] = {"step": view.step, "total_steps": total}
+        total_steps = view.config.train.total_steps
+        status: dict[str, Any] = {"progressPercentage": min(100, 100 * view.step // total_steps)}
+        started_at, first_step = self._start or (0.0, view.step)
+        num_trained = view.step - first_step
+        if num_trained > 0:
+            step_seconds = (time.monotonic() - started_at) / num_trained
+            remaining_seconds = round(step_seconds * (total_steps - view.step))
+            status["estimatedRemainingSeconds"] = min(_MOST_SECONDS, max(0, remaining_seconds))
+        values: dict[str, float] = {"step": view.step, "total_steps": total_steps}
         for family in FAMILIES:
             for entry, value in family.values(view).items():
                 values[f"{family.name}/{entry}" if entry else family.name] = value
@@ -98,6 +101,7 @@ class TrainJob:
         self._report_failure()
 
     def _send(self) -> None:
+        """Send the newest status until `close`, in a thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending is not None or self._is_closing)

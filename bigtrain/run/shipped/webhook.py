@@ -22,8 +22,8 @@ _EXTRA_SECONDS = 5.0
 
 
 class Webhook:
-    """Sender of the messages of a run: a separate process (`webhook_watcher`), which hears of each
-    step through a pipe, and notices when this process is gone, however that ended."""
+    """Sender of the messages of a run: a separate process (`webhook_watcher`), which gets each step
+    through a pipe, and notices when this process has ended for any reason."""
 
     def __init__(
         self, settings: WebhookSettings, config: RunConfig, warn: Callable[[str], None]
@@ -57,11 +57,11 @@ class Webhook:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # By RANK `bigtrain.launchers.agent` identifies the ranks that it has started.
+            # `bigtrain.launchers.agent` takes processes with the variable RANK for ranks.
             env={name: value for name, value in os.environ.items() if name != "RANK"},
             bufsize=0,
         )
-        self._watcher.wait()  # it has forked; see there
+        self._watcher.wait()  # the process ends at once: its fork is the watcher
         assert self._watcher.stdin is not None
         self._send(
             url=url,
@@ -104,7 +104,7 @@ class Webhook:
     def _send(self, **message: Any) -> None:
         assert self._watcher.stdin is not None
         try:
-            # None of the bytes, if the pipe is full: a later step counts as well.
+            # A full pipe takes none of the bytes: a later step replaces the message.
             self._watcher.stdin.write(json.dumps(message).encode() + b"\n")
         except OSError:
             if not self._has_warned:

@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+_STDIN = 0
 _KILLED = (
     "has died: its process ended without an error of its own (killed, out of memory, ended by the "
     "watchdog, or by a signal outside of its steps)"
@@ -30,7 +31,7 @@ _KILLED = (
 
 def main() -> None:
     """Watch until the run ends."""
-    # Schedulers send them to all processes of a job, and the run may still save.
+    # Ignore signals that schedulers send to all processes of a job: the run may still save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # An orphan in a separate session: launchers that end a rank and its descendants, or its process
@@ -52,8 +53,9 @@ def watch(
     received: list[dict[str, Any]],
     process: list[int],
 ) -> None:
-    """Send a message when the run stalls, and one when it ends or dies."""
-    step, moved_at, limit = None, time.monotonic(), settings["stall_seconds"]
+    """Send a message when the run stalls, and one when it ends or dies. received: the messages read
+    so far; process: descriptor of the watched process, if the system has one."""
+    step, moved_at, stall_seconds = None, time.monotonic(), settings["stall_seconds"]
     has_stalled = False
     while True:
         for message in received:
@@ -63,42 +65,45 @@ def watch(
                 if message["last"] is not None:
                     post(settings, message["last"], step)
                 return
-        wait = None if limit is None or has_stalled else moved_at + limit - time.monotonic()
-        ready = lines.read(wait, process)
-        if ready is None:
+        wait_seconds = None  # a stall is reported once
+        if stall_seconds is not None and not has_stalled:
+            wait_seconds = moved_at + stall_seconds - time.monotonic()
+        messages = lines.read(wait_seconds, process)
+        if messages is None:
             post(settings, _KILLED, step)
             return
-        received = ready
-        if not received and wait is not None and time.monotonic() >= moved_at + limit:
+        received = messages
+        has_waited = wait_seconds is not None and time.monotonic() >= moved_at + stall_seconds
+        if not received and has_waited:
             has_stalled = True
-            post(settings, f"has stalled: no step was finished for {limit:g} s", step)
+            post(settings, f"has stalled: no step was finished for {stall_seconds:g} s", step)
 
 
 class Lines:
     """Messages from standard input."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._partial_line = b""
 
-    def read(self, wait: float | None, descriptors: list[int] | None = None) -> Any:
-        """Return the messages that arrive within `wait` seconds (None: whenever they do); None at
-        the end of the input, or if one of `descriptors` is readable and the input is not."""
-        timeout = None if wait is None else max(0.0, wait)
-        ready, _, _ = select.select([0, *(descriptors or ())], [], [], timeout)
+    def read(self, wait_seconds: float | None, descriptors: list[int] | None = None) -> Any:
+        """Return the messages that arrive within `wait_seconds` (None: no limit); None at the end
+        of the input, or if any of `descriptors` is readable and the input is not."""
+        timeout = None if wait_seconds is None else max(0.0, wait_seconds)
+        ready, _, _ = select.select([_STDIN, *(descriptors or ())], [], [], timeout)
         if not ready:
             return []
-        data = os.read(0, 1 << 16) if 0 in ready else b""
+        data = os.read(_STDIN, 1 << 16) if _STDIN in ready else b""
         if not data:
             return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
 
 def post(settings: Mapping[str, Any], text: str, step: int | None) -> None:
     """Send a message; one line on standard error if that fails, without the address."""
-    position = (
-        "before its first step" if step is None else f"step {step} of {settings['total_steps']}"
-    )
+    position = f"step {step} of {settings['total_steps']}"
+    if step is None:
+        position = "before its first step"
     line = f"bigtrain: {settings['run']} {text} [{position}]"
     body = json.dumps({"text": html.escape(line, quote=False)}).encode()
     try:
@@ -113,10 +118,10 @@ def post(settings: Mapping[str, Any], text: str, step: int | None) -> None:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, which urllib would follow with a GET, without the message."""
+    """Handler that refuses redirects, which urllib would follow with a GET, without the message."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Follow none: then the status is an error."""
+        """Return no further request, so that the redirect's status is an error."""
 
 
 def reason_of(error: Exception) -> str:

@@ -15,7 +15,7 @@ from bigtrain.planner.tables.engines import MeasuredEngine, ZeroCosts, load_cali
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate_device, "_SECONDS", 0.0)
-    monkeypatch.setattr(calibrate_device, "_LARGE", {"cpu": 128, "cuda": 128})
+    monkeypatch.setattr(calibrate_device, "_LARGEST_SIZE", {"cpu": 128, "cuda": 128})
     monkeypatch.setattr(calibrate_device, "_MIB", 2**14)
     monkeypatch.setattr(calibrate_device.torch.cuda, "is_available", lambda: False)
     # Twenty engines in two worlds: `test_the_engine_is_measured`.

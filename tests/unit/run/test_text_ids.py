@@ -29,7 +29,7 @@ from bigtrain.models.configuration import load_hf_config, vocabulary_size
 from bigtrain.models.export.adapters import export_adapter
 from bigtrain.models.export.base_record import BASE, record_base
 from bigtrain.models.export.verified import Destination, Probe
-from bigtrain.models.generation import _ends, prompt_ids
+from bigtrain.models.generation import _stop_ids, prompt_ids
 from bigtrain.models.layers.adapters import add_adapters
 from bigtrain.models.lm_eval_tasks import harness_model
 from bigtrain.models.text_ids import ShardTextIds, model_text_ids
@@ -216,7 +216,7 @@ def test_every_reader_begins_and_ends_texts_like_the_shards(
     # From an adapter's folder, transformers reads the settings of the base.
     network = AutoModelForCausalLM.from_pretrained(hf)
     tokenizer.chat_template = None  # by the record, not by the template
-    readers["bigtrain generate"] = {*(_ends(network, tokenizer, str(hf)) or ())}
+    readers["bigtrain generate"] = {*(_stop_ids(network, tokenizer, str(hf)) or ())}
     prompts = [prompt_ids(tokenizer, text, read_record(hf)) for text in ("Hi", f"{BOS}Hi")]
     if name != "lora":
         readers["config.json"] = of_file(hf / "config.json")

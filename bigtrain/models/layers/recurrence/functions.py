@@ -23,23 +23,26 @@ from bigtrain.models.torch_patches import shadow, unshadow
 from bigtrain.models.transformers_patches import functions_called, uses_kernel, with_functions
 
 Run = Callable[["Call"], torch.Tensor | None]
-"""Computes a call: returns its output [B * T, ...], or None to leave it to the original."""
+"""Returns the output [B * T, ...] of a call; None lets the original function compute the call."""
 
 Prepare = Callable[[dict[str, Any]], dict[str, Any]]
-"""From the arguments of a layer's call, by name, to the arguments of the function."""
+"""Maps the arguments by name with which a layer calls a function to the arguments that the function
+gets."""
 _PREPARE, _REPLACED = "bigtrain_prepare", "bigtrain_replaced"
 
 CONVOLUTION, MATRIX, SCALAR, VECTOR = "convolution", "matrix", "scalar", "vector"
 CHANNELS = "channels"
-"""Kinds of functions: without a state, and with a state that a token multiplies by a matrix, by a
-number for each head, and elementwise: without a state to start from, and with one."""
+"""Kinds of functions. A convolution has no state. A token multiplies the state by a matrix
+(MATRIX), by a number for each head (SCALAR), or elementwise (VECTOR, CHANNELS). A CHANNELS function
+has a parameter for its first state, a VECTOR function has none."""
 
 
 @dataclass(frozen=True)
 class TokenFunction:
-    """A function that mixes tokens. tokens: the dimension of tokens of the parameters, all [B, ...]
-    with batch first. output: of the result. state_options: what makes it return its last state.
-    first_state: the parameter of the state that it starts from; empty if there is none."""
+    """A function that mixes tokens. tokens: the dimension of tokens by parameter; the first
+    dimension is the batch. output: the dimension of tokens of the result. state_options: parameters
+    which, if true, make the function return its last state. first_state: the parameter for the
+    state before the first token; empty if the function has none."""
 
     kind: str
     tokens: Mapping[str, int]
@@ -76,34 +79,34 @@ FUNCTIONS = {
         first_state="recurrent_states",
     ),
 }
-"""By name in transformers' files (5.23), or of a method."""
+"""Functions by their name in transformers' files (5.23); `_rnn_scan` is a method."""
 
 SEGMENT_TOKENS = 4096
-"""Tokens that one call of a torch function computes, at least. Its backward pass writes a gradient
-of all its tokens for each of its chunks, and Mamba 2 has a factor for each pair of chunks: without
-segments, time and memory grow with the square of the tokens."""
+"""Least number of tokens in a segment, which is one call of a torch function. The backward pass
+writes a gradient of all the call's tokens for each chunk, and Mamba 2 has a factor for each pair of
+chunks: without segments, time and memory grow with the square of the tokens."""
 
 _STEPWISE_TOKENS = 256
-"""Tokens of a segment of a function that computes token by token: its backward pass writes a
+"""Tokens in a segment of a function that computes token by token: the backward pass writes a
 gradient of the segment for each token."""
 
 _CONVOLUTION_MODULE = TokenFunction(CONVOLUTION, {"hidden_states": 2}, 2)
 
 _FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-"""Kernels that contain convolution and scan. They return None where they are not installed, and the
-layer calls the functions above."""
+"""Kernels that contain convolution and scan. Where a kernel is not installed, the function of its
+name returns None, and the layer calls functions of `FUNCTIONS` instead."""
 
 _OUTSIDE = "recurrent layers have documents or ranks of their own"
-"""Reason for which functions are outside of graphs, which would be compiled again for other
+"""Why torch.compile leaves functions out of its graphs: a graph would be compiled again for other
 documents."""
 
 _MARKS = ("cu_seqlens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments that mark documents."""
+"""Arguments that mark documents, which a `Call` omits."""
 
 
 class Call:
     """A call of a `TokenFunction`. tensors: arguments with tokens, [B * T, ...] by parameter. rest:
-    other arguments. shape: B and T."""
+    arguments without tokens. shape: B and T."""
 
     def __init__(
         self, function: TokenFunction, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -129,57 +132,58 @@ class Call:
 
     @property
     def chunk(self) -> int:
-        """Tokens that the function computes together; 0 for one that computes token by token."""
-        default = inspect.signature(self._original).parameters.get("chunk_size")
-        value = self.rest.get("chunk_size", default.default if default else 0)
-        return value if isinstance(value, int) else 0
+        """Tokens that the function computes together; 0 if it computes token by token."""
+        parameter = inspect.signature(self._original).parameters.get("chunk_size")
+        chunk_size = self.rest.get("chunk_size", parameter.default if parameter else 0)
+        return chunk_size if isinstance(chunk_size, int) else 0  # not a parameter without default
 
     def output(self, tensors: Mapping[str, torch.Tensor], **changes: Any) -> torch.Tensor:
-        """Return the output for `tensors` [n, width, ...]: [n, width, ...]. `changes`: of the other
-        arguments."""
+        """Return the output [n, width, ...] for `tensors` [n, width, ...]. `changes`: values that
+        replace arguments in `rest`."""
         output, _ = self._compute(tensors, changes)
         return output
 
     def output_and_state(
         self, tensors: Mapping[str, torch.Tensor], **changes: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output for `tensors` [n, width, ...], and the state after their last token [n,
-        ...]. `changes`: as for `output`."""
+        """Return the output for `tensors` [n, width, ...], and the state [n, ...] after the last
+        token. `changes`: as for `output`."""
         options = dict.fromkeys(self.function.state_options, True)
         return self._compute(tensors, options | changes)
 
     def _compute(
         self, tensors: Mapping[str, torch.Tensor], changes: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute segments one after the other, each from the last state of the segment before."""
+        """Compute segments one after the other, from the last state of the previous segment."""
         function = self.function
         num_tokens = next(iter(tensors.values())).shape[1]
         if not self.is_segmented(num_tokens):
             return self._compute_segment(tensors, changes)
-        segment_tokens = SEGMENT_TOKENS + -SEGMENT_TOKENS % max(self.chunk, 1)
+        padding_to_chunk = -SEGMENT_TOKENS % max(self.chunk, 1)
+        segment_tokens = SEGMENT_TOKENS + padding_to_chunk
         if function.kind == VECTOR:
             segment_tokens = min(SEGMENT_TOKENS, _STEPWISE_TOKENS)
-        options = dict.fromkeys(function.state_options, True) | changes
+        segment_changes = dict.fromkeys(function.state_options, True) | changes
         outputs, state = [], None
         # Split at once, so that the backward pass writes each gradient once.
         segments = zip(*(x.split(segment_tokens, 1) for x in tensors.values()), strict=True)
         for segment in segments:
             segment_tensors = dict(zip(tensors, segment, strict=True))
-            if function.kind == VECTOR:
+            if function.kind == VECTOR:  # has no parameter for the previous segment's state
                 scan = VectorScan(self._output_of_segment, segment_tensors, self.rest | changes)
                 output, state = scan.run(state)
                 outputs.append(scan.gated(output))
                 continue
-            output, state = self._compute_segment(segment_tensors, options)
-            options = options | {function.first_state: state}
+            output, state = self._compute_segment(segment_tensors, segment_changes)
+            segment_changes = segment_changes | {function.first_state: state}
             outputs.append(output)
         assert state is not None
         return torch.cat(outputs, 1), state
 
     def is_segmented(self, num_tokens: int) -> bool:
         """Return whether pieces of `num_tokens` are computed in segments."""
-        has_state = self.function.first_state or self.function.kind == VECTOR
-        return bool(has_state) and num_tokens > SEGMENT_TOKENS and not uses_kernel(self._original)
+        continues_state = self.function.first_state != "" or self.function.kind == VECTOR
+        return continues_state and num_tokens > SEGMENT_TOKENS and not uses_kernel(self._original)
 
     def _output_of_segment(
         self, tensors: Mapping[str, torch.Tensor], **changes: Any
@@ -190,8 +194,8 @@ class Call:
     def _compute_segment(
         self, tensors: Mapping[str, torch.Tensor], changes: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [B, T, ...] and the state, None if the function returns only an output,
-        for the `tensors` [B, T, ...]; `changes`: other arguments."""
+        """Return the output [B, T, ...] and the last state (None if the function returns only an
+        output) for `tensors` [B, T, ...]; `changes`: as for `output`."""
         dims = self.function.tokens
         arguments = self.rest | changes
         arguments |= {name: x.movedim(1, dims[name]) for name, x in tensors.items()}
@@ -201,16 +205,18 @@ class Call:
         return output.movedim(self.function.output, 1), state
 
     def restored(self, output: torch.Tensor) -> Any:
-        """Return `output` [B * T, ...] as the function returns it."""
-        output_rows = output.unflatten(0, self.shape).movedim(1, self.function.output)
-        return (output_rows, None) if self.function.kind in (MATRIX, CHANNELS) else output_rows
+        """Return `output` [B * T, ...] in the function's layout; with None for the last state if
+        the function always returns a pair."""
+        result = output.unflatten(0, self.shape).movedim(1, self.function.output)
+        return (result, None) if self.function.kind in (MATRIX, CHANNELS) else result
 
 
 def run_by_document(call: Call) -> torch.Tensor | None:
-    """Compute each of the current documents from nothing, or samples that are long."""
+    """Compute each current document from a zero state. Without current documents, compute long
+    samples in segments, and return None for other samples."""
     documents = current_documents()
     if documents is None:
-        # A caller that asks for the last state continues a sample, and is not trained.
+        # A caller that asks for the last state generates tokens, and needs the original's pair.
         asks_for_state = any(call.rest.get(name) for name in call.function.state_options)
         if asks_for_state or not call.is_segmented(call.shape[1]):
             return None
@@ -221,8 +227,8 @@ def run_by_document(call: Call) -> torch.Tensor | None:
 
 
 def layers_with_functions(model: nn.Module) -> Iterator[tuple[str, nn.Module, set[str]]]:
-    """Yield the layers of `model` that call functions of `FUNCTIONS`: their names, and the names of
-    the functions."""
+    """Yield the layers of `model` that call functions of `FUNCTIONS`: name, layer, and the names of
+    the functions and fused kernels that the layer calls."""
     for name, module in model.named_modules():
         called_names = functions_called(module, (*FUNCTIONS, *_FUSED))
         if called_names & FUNCTIONS.keys():
@@ -233,26 +239,27 @@ def replace_functions(
     model: nn.Module, run: Run, fuses: Callable[[], bool] = lambda: current_documents() is None
 ) -> Callable[[], None]:
     """Make the layers of `model` compute their functions by `run`; returns an undo function. A
-    later call replaces an earlier one. `fuses`: whether a layer may use a kernel that contains
-    several functions."""
-    changed: list[tuple[nn.Module, str]] = []
+    later call replaces an earlier call. `fuses`: whether a layer may use a kernel that contains
+    several functions, asked at every call of the layer."""
+    shadowed_attributes: list[tuple[nn.Module, str]] = []
 
     def replace(module: nn.Module, name: str, value: Any) -> None:
         shadow(module, name, value)
-        changed.append((module, name))
+        shadowed_attributes.append((module, name))
 
     for _, module, called_names in layers_with_functions(model):
         for name, value in _replacements(module, called_names, run, fuses).items():
             replace(module, name, value)
         replace(module, _REPLACED, True)
     for module in model.modules():
-        if isinstance(module, nn.Conv1d) and _is_causal(module):
-            replace(module, "forward", _convolution(module, run))
+        if isinstance(module, nn.Conv1d) and _is_causal_convolution(module):
+            replace(module, "forward", _causal_forward(module, run))
 
     def undo() -> None:
-        for module, name in changed:
+        for module, name in shadowed_attributes:
             unshadow(module, name)
-        for module in {module for module, _ in changed if hasattr(module, _PREPARE)}:
+        # Attributes of `divide_functions` were shadowed too, and are undone now.
+        for module in {module for module, _ in shadowed_attributes if hasattr(module, _PREPARE)}:
             divide_functions(module, getattr(module, _PREPARE))
 
     return undo
@@ -260,8 +267,8 @@ def replace_functions(
 
 def divide_functions(layer: nn.Module, prepare: Prepare) -> None:
     """Make `layer`, which computes some heads, pass the arguments of its functions through
-    `prepare`, also when `replace_functions` replaces them, and use no kernel that contains other
-    parts of the layer."""
+    `prepare`, also when `replace_functions` replaces the functions, and use no kernel that contains
+    other parts of the layer."""
     shadow(layer, _PREPARE, prepare)
     called_names = functions_called(layer, (*FUNCTIONS, *_FUSED))
     if called_names:
@@ -276,10 +283,11 @@ def call_adapted_projections(model: nn.Module) -> None:
     kernel reads weights, and skips adapters, which are added where a projection is called."""
     for _, layer, called_names in layers_with_functions(model):
         variables = inspect.unwrap(type(layer).forward).__globals__
-        fused = [variables[name] for name in called_names.intersection(_FUSED) if name in variables]
+        fused_names = called_names.intersection(_FUSED)
+        fused_functions = [variables[name] for name in fused_names if name in variables]
         has_adapters = any(hasattr(module, "base_layer") for module in layer.modules())
-        if has_adapters and any(map(uses_kernel, fused)):
-            divide_functions(layer, dict)
+        if has_adapters and any(map(uses_kernel, fused_functions)):
+            divide_functions(layer, dict)  # arguments stay unchanged
 
 
 def has_replaced_functions(model: nn.Module) -> bool:
@@ -290,40 +298,50 @@ def has_replaced_functions(model: nn.Module) -> bool:
 def _replacements(
     module: nn.Module, called_names: set[str], run: Run, fuses: Callable[[], bool]
 ) -> dict[str, Any]:
-    """Return the methods of a layer that computes its functions by `run`, by name."""
+    """Return the methods, by name, that make a layer compute its functions by `run`: ``forward``,
+    and functions of `FUNCTIONS` that are methods of the layer."""
     prepare: Prepare | None = getattr(module, _PREPARE, None)
-    names = called_names & FUNCTIONS.keys()
-    functions: dict[str, Callable[[Any], Any]] = {
-        name: partial(_replaced, FUNCTIONS[name], run, prepare=prepare) for name in names
-    }
     may_fuse = fuses if prepare is None else lambda: False
-    functions |= {name: partial(_unfused, may_fuse) for name in called_names.intersection(_FUSED)}
+    names = called_names & FUNCTIONS.keys()
+    # Functions from an original function to its replacement, by the original's name.
+    replace: dict[str, Callable[[Any], Any]] = {
+        name: partial(_computed_by_run, FUNCTIONS[name], run, prepare=prepare) for name in names
+    }
+    for name in called_names.intersection(_FUSED):
+        replace[name] = partial(_computed_if_fused, may_fuse)
     methods = {name: getattr(type(module), name) for name in names if hasattr(type(module), name)}
-    bound = {name: functions[name](method.__get__(module)) for name, method in methods.items()}
-    return {"forward": with_functions(module, functions), **bound}
+    replaced = {name: replace[name](method.__get__(module)) for name, method in methods.items()}
+    return {"forward": with_functions(module, replace), **replaced}
 
 
-def _is_causal(module: nn.Conv1d) -> bool:
-    """Whether the layer that calls `module` omits what it returns after the last token."""
+def _is_causal_convolution(module: nn.Conv1d) -> bool:
+    """Whether `module` is padded like a causal convolution, of which a layer drops the outputs
+    after the last token."""
     (kernel_size,) = module.kernel_size
     is_plain = module.stride == module.dilation == (1,)
     return is_plain and kernel_size > 1 and module.padding == (kernel_size - 1,)
 
 
-def _convolution(module: nn.Conv1d, run: Run) -> Callable[[torch.Tensor], Any]:
+def _causal_forward(module: nn.Conv1d, run: Run) -> Callable[[torch.Tensor], Any]:
+    """Return a ``forward`` of a causal convolution that computes by `run`, without outputs after
+    the last token."""
+
     def original(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return nn.Conv1d.forward(module, hidden_states)[..., : hidden_states.shape[-1]]
 
-    compute = _replaced(_CONVOLUTION_MODULE, run, original)
+    compute = _computed_by_run(_CONVOLUTION_MODULE, run, original)
     return lambda hidden_states: compute(hidden_states, weight=module.weight)
 
 
-def _replaced(
+def _computed_by_run(
     function: TokenFunction, run: Run, original: Any, prepare: Prepare | None = None
 ) -> Any:
+    """Return a replacement of `original` that passes the arguments through `prepare`, and computes
+    by `run`, or by `original` where `run` returns None."""
+
     def compute(*args: Any, **kwargs: Any) -> Any:
         if prepare is not None and function.kind != CONVOLUTION:
-            # `prepare` reads arguments by name; afterwards the same arguments are positional.
+            # `prepare` reads arguments by name; positional arguments stay positional.
             names = list(inspect.signature(original).parameters)
             kwargs = prepare(dict(zip(names, args, strict=False)) | kwargs)
             args = tuple(kwargs.pop(name) for name in names[: len(args)])
@@ -334,7 +352,9 @@ def _replaced(
     return torch.compiler.disable(compute, reason=_OUTSIDE)
 
 
-def _unfused(fuses: Callable[[], bool], original: Any) -> Any:
+def _computed_if_fused(fuses: Callable[[], bool], original: Any) -> Any:
+    """Return a replacement of fused kernel `original` that returns None unless `fuses()`: for
+    None, the layer calls the functions of `FUNCTIONS`."""
     if not uses_kernel(original):
         return lambda *args, **kwargs: None
 

@@ -19,7 +19,7 @@ from bigtrain.engine.checkpoint.fragments import MASTER, Fragment
 from bigtrain.engine.checkpoint.layout import CheckpointLayout, LayoutRow, merge, parse_layout
 from bigtrain.engine.checkpoint.lazy import memory_of, open_boxes
 from bigtrain.engine.checkpoint.tensor_file import NewPart, SaveIdentity, file_name, write_parts
-from bigtrain.engine.checkpoint.tensor_files import Listing, Wanted, files_there
+from bigtrain.engine.checkpoint.tensor_files import Listing, Wanted, list_files
 from bigtrain.errors import CheckpointError, CorruptCheckpointError
 from bigtrain.models.parallel.sharding import Shard, even_ranges, padded_range
 from bigtrain.system.boxes import Box, ShardRanges
@@ -93,7 +93,7 @@ def write(
 
 
 def listed(directory: Path, layout: CheckpointLayout | None) -> Listing:
-    return replace(files_there(directory), layout=layout)
+    return replace(list_files(directory), layout=layout)
 
 
 @st.composite

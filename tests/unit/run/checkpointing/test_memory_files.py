@@ -23,7 +23,7 @@ from bigtrain.run.checkpointing.memory_files import (
     _add_needs,
     _files_at,
     _Holdings,
-    _joined,
+    _joined_ranges,
     _Needs,
     _NeedsOfHosts,
     plan_transfers,
@@ -39,7 +39,9 @@ def test_holdings_of_all_hosts_are_one_range() -> None:
     of_hosts = []
     for host in range(num_hosts):
         own = [(each * h, each * (h + 1)) for h in (host, (host - 1) % num_hosts)]
-        holdings = _Holdings("run", "attempt", num_hosts * each, each * host, 1, _joined(own))
+        holdings = _Holdings(
+            "run", "attempt", num_hosts * each, each * host, 1, _joined_ranges(own)
+        )
         of_hosts.append({(7, "digest"): holdings})
     random.Random(0).shuffle(of_hosts)
     everything: dict[tuple[int, str], _Holdings] = {}
@@ -118,10 +120,10 @@ def test_a_run_resumes_from_the_newest_of_memory_and_disk(
 ) -> None:
     monkeypatch.setattr(checkpoints, "list_steps", lambda _: sorted(on_disk))
     usable = [(Path("disk"), {"step": step}) for step in on_disk]
-    monkeypatch.setattr(resume, "_usable", lambda *_: iter(usable))
+    monkeypatch.setattr(resume, "_usable_on_disk", lambda *_: iter(usable))
     context: Any = SimpleNamespace(directory=Path("run"))
     stored = [MemoryCheckpoint(step, "digest", 0) for step in in_memory]
-    candidates = resume._merged(context, stored)
+    candidates = resume._newest_first(context, stored)
     shown = [
         f"memory {one.step}" if isinstance(one, MemoryCheckpoint) else f"disk {one[1]['step']}"
         for one in itertools.islice(candidates, len(order))
