@@ -50,7 +50,8 @@ def choose_loss(
     and with them the loss of a chunk, and a proxy model computes the same in chunks. Takes a second
     at most, and no time with small logits on a CPU."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
-    num_tokens = plan.micro_batch_tokens // config.parallel.degrees.sequence_size
+    num_rows = plan.micro_batch_size * config.objective.kind.trained_rows_per_sample
+    num_tokens = num_rows * plan.sequence_length // config.parallel.degrees.sequence_size
     num_chunk_tokens = chunk_tokens(vocabulary, section.loss_chunk_tokens)
     gib = 4 * num_tokens * vocabulary / 2**30
     size = f"logits of {num_tokens} tokens x {vocabulary} words take {gib:.2g} GiB in float32"
