@@ -6,6 +6,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations, permutations
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _HERE = str(Path(__file__).parent)
+_FUNCTIONAL = "_c10d_functional"
 _PACKAGES = ("bigtrain", "deepspeed", "transformers", "peft")
 
 
@@ -140,7 +142,7 @@ class Tracer(TorchDispatchMode):
             if _is_on_device(args[0]):
                 self.waited("size of a result")
             return assumed_places(args[0])
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", _FUNCTIONAL):
             self._exchange(func, args)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
@@ -164,21 +166,14 @@ class Tracer(TorchDispatchMode):
 
     def _exchange(self, func: Any, args: Any) -> None:
         tensors = list(_tensors(args))
-        if not tensors:
+        name = func.name().partition("::")[2].strip("_")
+        if not tensors or name == "wait_tensor":
             return
         if not all(map(_is_on_device, tensors)) and "barrier" not in func.name():
             # As NCCL does.
             raise RuntimeError(f"{func.name()} of a tensor on the CPU, {_place()}")
-        groups = [value for value in args if isinstance(value, torch.ScriptObject)]
-        ranks = tuple(range(dist.get_world_size()))
-        for value in groups:
-            try:
-                ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
-                break
-            except (RuntimeError, AttributeError):
-                continue
+        ranks = _ranks_of(args, is_functional=func.namespace == _FUNCTIONAL)
         widest = max(tensors, key=torch.Tensor.numel)
-        name = func.name().removeprefix("c10d::").strip("_")
         if name == "barrier":
             self.waited("barrier")
         if name in ("send", "recv"):  # of tensors, group, rank in the group, tag
@@ -202,6 +197,19 @@ class Tracer(TorchDispatchMode):
 
     def _release(self, num_bytes: int) -> None:
         self._live -= num_bytes
+
+
+def _ranks_of(args: Any, *, is_functional: bool) -> tuple[int, ...]:
+    """Return the ranks of the group among the arguments of a collective; of a functional one it is
+    the last, by name."""
+    if is_functional:
+        group = dist.distributed_c10d._resolve_process_group(args[-1])
+        return tuple(dist.get_process_group_ranks(group))
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            with suppress(RuntimeError, AttributeError):
+                return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    return tuple(range(dist.get_world_size()))
 
 
 def mismatches(collectives_by_rank: dict[int, list[Collective]]) -> list[str]:
