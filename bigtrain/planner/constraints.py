@@ -11,11 +11,8 @@ from typing import Any
 import yaml
 
 from bigtrain.errors import Problem
-from bigtrain.settings.deepspeed.engine_config import (
-    find_deepspeed_config,
-    offload_device,
-    read_deepspeed_config,
-)
+from bigtrain.planner.engine_json import derived_fields, fields_of_batch, named_engine
+from bigtrain.settings.deepspeed.engine_config import offload_device, zero_stage_of
 from bigtrain.settings.degrees import MODEL_DEGREES
 from bigtrain.settings.run_config import RunConfig
 
@@ -49,7 +46,7 @@ USED = (
     # What is trained, and what a rank keeps.
     "optimizer.type", "optimizer.state_dtype", "optimizer.muon.ns_steps", "optimizer.muon.ns_dtype",
     "optimizer.ema", "adapters.type", "adapters.rank", "adapters.targets",
-    "adapters.target_parameters", "adapters.modules_to_save", "adapters.dora",
+    "adapters.target_parameters", "adapters.modules_to_save", "adapters.dora", "adapters.init",
     "adapters.quantization", "adapters.double_quantization",
     "objective.type", "objective.loss", "objective.mtp_weight", "objective.reference",
     "objective.teacher_model", "objective.z_loss", "objective.label_smoothing",
@@ -111,19 +108,22 @@ def required_fields(config: RunConfig, overrides: Iterable[str]) -> dict[str, An
         "offload_activations": config.model.activation_offload,
         "tiled_mlp": config.model.tiled_mlp,
     }
+    raw: dict[str, Any] | None = None
     if "engine.deepspeed_config" in settings:
-        raw = read_deepspeed_config(find_deepspeed_config(config.engine.deepspeed_config))
-        zero = raw.get("zero_optimization", {})
+        raw = named_engine(config)
+        stage = zero_stage_of(raw)
         values |= {
-            "zero_stage": int(zero.get("stage", 0)),
+            "zero_stage": stage,
             "offload_optimizer": offload_device(raw, "offload_optimizer") is not None,
             "offload_parameters": offload_device(raw, "offload_param") is not None,
-            "reduce_bucket_elements": int(zero.get("reduce_bucket_size", 500_000_000)),
-            "gather_bucket_elements": int(zero.get("allgather_bucket_size", 500_000_000)),
-            "overlap_communication": zero.get("overlap_comm") is True,
+            **derived_fields(config, raw)(stage, False, config.parallel.pipeline > 1),
         }
     if "model.activation_offload" in settings and config.model.activation_offload:
         # It moves the inputs of recomputed layers.
         settings.append("model.gradient_checkpointing")
     names = [name for setting in settings for name in FIELDS[setting]]
-    return {name: values[name] for name in names if values[name] is not None}
+    required = {name: values[name] for name in names if values[name] is not None}
+    if raw is None:
+        return required
+    batch_fields = fields_of_batch(raw, config, "batch.micro_batch_size" in settings)
+    return required | batch_fields

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,14 @@ from bigtrain.settings.degrees import Degrees, ModelDegrees
 from bigtrain.settings.fast_path import LayerMachine, choose_fast_path
 from bigtrain.settings.sections.model import ModelSection
 
+DerivedFields = Callable[[int, bool, bool], Mapping[str, Any]]
+"""Fields of a layout that follow from its ZeRO stage, from whether the optimizer is offloaded, and
+from whether there are pipeline stages."""
+
+
+def _none_derived(zero_stage: int, offloads_optimizer: bool, has_stages: bool) -> Mapping[str, Any]:
+    return {}
+
 
 @dataclass(frozen=True)
 class SearchSpace:
@@ -27,7 +35,8 @@ class SearchSpace:
     `base`: what all layouts have in common. `varies`: whether loss and buckets may differ from a
     run's defaults. `section`, `machine` and `has_plain_entropies` (of `ObjectiveSection`) decide
     the loss and the kernels. `required`: fields of a layout that are not searched, with their
-    values."""
+    values. `derived_fields`: which `base` need not have. `divides_layers`: whether layouts may have
+    pipeline stages."""
 
     model: ModelCosts
     facts: Facts
@@ -39,10 +48,19 @@ class SearchSpace:
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
+    derived_fields: DerivedFields = _none_derived
+    divides_layers: bool = True
 
     def allows(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a layout may have `fields`."""
         return all(self.required.get(name, value) == value for name, value in fields.items())
+
+    def with_derived_fields(self, layout: Layout) -> Layout:
+        """Return `layout` with the fields that follow from its others."""
+        has_stages = layout.pipeline_size > 1
+        return layout.changed(
+            **self.derived_fields(layout.zero_stage, layout.offload_optimizer, has_stages)
+        )
 
     def with_kernels(self, layout: Layout) -> Layout:
         """Return `layout` with the kernels of its layers and its loss."""
@@ -83,7 +101,7 @@ def legal_degrees(
         if t > 1 and not (has_plan and all(layer.divides_among(t) for layer in layer_types)):
             continue
         for p in divisors(world_size // t):
-            if p > len(request.model.layers):
+            if p > (len(request.model.layers) if request.divides_layers else 1):
                 continue
             for s in divisors(world_size // t // p):
                 if (s > 1 and not divides) or request.base.sequence_length % s:
@@ -134,8 +152,6 @@ def _facts_of(facts: Facts, zero_stage: int, world_size: int, sizes: Mapping[str
         zero_stage=zero_stage,
         world_size=world_size,
         **sizes,
-        pipeline_block=False,
-        pipeline_settings=(),
     )
 
 
@@ -160,7 +176,9 @@ def legal_savings(layout: Layout, request: SearchSpace) -> list[dict[str, Any]]:
         with_kernels = request.with_kernels(layout.changed(**changes))
         changes["fused_layers"] = with_kernels.fused_layers
         changes["loss_kernels"] = with_kernels.loss_kernels
-    options, optimizer = list(layer_savings), {"offload_optimizer": True}
+    options = list(layer_savings)
+    derived = request.derived_fields(layout.zero_stage, True, False)
+    optimizer = {"offload_optimizer": True, **derived}
     if legal(Facts(offload_optimizer="cpu")):
         options += [{**optimizer, **changes} for changes in ({}, full, *layer_savings)]
     offloaded = Facts(offload_optimizer="cpu", offload_param="cpu")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bigtrain.python_api.proposals import Proposal
     from bigtrain.settings.compatibility.facts import Device
     from bigtrain.settings.resolve import ResolvedRun
+    from bigtrain.settings.sections.model import LossKind
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ class Plan:
         if not 1 <= choose <= len(self.fitting):
             rule = f"{len(self.fitting)} layouts fit"
             raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
-        layout = self.fitting[choose - 1].layout
+        chosen = self.fitting[choose - 1]
         named = None if self.chooses_engine else self.config.engine.deepspeed_config
-        return run_and_engine(self.config, layout, self.model, named)
+        return run_and_engine(self.config, chosen.layout, chosen.loss, named)
 
     def write(self, directory: str | Path, choose: int | None = None) -> Path:
         """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
@@ -153,13 +154,8 @@ def plan(
     # Rank the layouts; an error names the nearest devices or batch with which one fits.
     if longest:
         length, ranking = longest_sample(request, cluster, engine)
-        if ranking.fitting:  # plan samples of `length` tokens, as many a step as the layouts have
-            tree = loaded.model_dump(mode="json", exclude_unset=True)
-            tree["batch"] = {
-                "sequence_length": length,
-                "global_batch_size": ranking.fitting[0].layout.global_batch_size,
-            }
-            loaded = RunConfig.model_validate(tree)
+        if ranking.fitting:
+            loaded = _with_samples_of(loaded, length, ranking.fitting[0].layout)
     else:
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
@@ -177,6 +173,8 @@ def plan(
             lines = proposal_lines(fitting_proposals, cluster.num_devices)
             remedy += "; or " + "\n    ".join(lines)
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
+    if not longest:  # the longest sample may need more positions than the model has
+        _refuse_as_check(loaded, ranking.fitting[0], cluster, is_named="zero_stage" in required)
     if loaded.objective.teacher_model is not None:
         teacher_remark = "without those of the teacher (objective.teacher_model)"
         remark = "; ".join(filter(None, (remark, teacher_remark)))
@@ -184,6 +182,14 @@ def plan(
         loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others,
         chooses_engine="zero_stage" not in required, proposals=fitting_proposals,
     )  # fmt: skip
+
+
+def _with_samples_of(config: RunConfig, length: int, layout: Layout) -> RunConfig:
+    """Return `config` with samples of `length` tokens, as many a step as `layout` has."""
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    samples = layout.global_batch_size
+    tree["batch"] = {"sequence_length": length, "global_batch_size": samples}
+    return RunConfig.model_validate(tree)
 
 
 def _cluster(
@@ -229,15 +235,18 @@ def _cluster(
 def _request(
     config: RunConfig, cluster: Cluster, model: Any, required: Mapping[str, Any]
 ) -> SearchSpace:
+    from bigtrain.planner.engine_json import (
+        allows_stages,
+        derived_fields,
+        named_engine,
+        shipped_engine,
+    )
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.legal_layouts import SearchSpace
     from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.settings.compatibility.facts import Facts, read_facts
-    from bigtrain.settings.deepspeed.engine_config import (
-        find_deepspeed_config,
-        gradient_dtype_of,
-        read_deepspeed_config,
-    )
+    from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, label_of
+    from bigtrain.settings.degrees import MODEL_DEGREES
     from bigtrain.settings.fast_path import ANY_CUDA, CPU
     from bigtrain.settings.hf_config_keys import inspect_configuration
     from bigtrain.system.units import DTYPE_BYTES
@@ -247,49 +256,69 @@ def _request(
     figures, problems = inspect_configuration(config.model)
     if problems:
         raise ConfigError(problems, "the run")
-    raw = _named_json("zero1")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
-    names_json = "zero_stage" in required
-    named = read_deepspeed_config(find_deepspeed_config(config.engine.deepspeed_config))
-    facts = read_facts(config, named if names_json else raw, figures) | Facts(
+    named = named_engine(config) if "zero_stage" in required else None
+    facts = read_facts(config, named or shipped_engine(1), figures) | Facts(
         torch_adam=True, world_size=cluster.num_devices, device=device, async_io=True
     )
-    # What an override requires holds for every layout, so it is a fact of the run.
+    if named is not None:
+        facts |= Facts(source=label_of(find_deepspeed_config(config.engine.deepspeed_config)))
+    # What an override requires holds for every layout, so it is a fact of the run; what the run
+    # YAML has of other settings that a plan chooses is none.
+    facts |= Facts(
+        **{name: required.get(name, 1) for name in MODEL_DEGREES},
+        activation_offload=required.get("offload_activations", False),
+        tiled_mlp=required.get("tiled_mlp", "off"),
+    )
     if required.get("offload_optimizer") and not facts.offload_optimizer:
         facts |= Facts(offload_optimizer="cpu")
     if required.get("offload_parameters") and not facts.offload_param:
         facts |= Facts(offload_param="cpu")
-    gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     memory = config.checkpoint.memory
-    bucket_elements = int(raw["zero_optimization"]["reduce_bucket_size"])
     return SearchSpace(
         model=model,
         facts=facts,
         base=Layout(
             sequence_length=config.batch.sequence_length,
             parameter_bytes=DTYPE_BYTES[config.precision.dtype],
-            gradient_bytes=DTYPE_BYTES[gradients],
-            reduce_bucket_elements=bucket_elements,
-            gather_bucket_elements=bucket_elements,
-            overlap_communication=False,
-            tiled_mlp=config.model.tiled_mlp,
             float8=config.precision.float8 != "none",
             optimizer=optimizer_costs(config.optimizer),
             copies_states=config.checkpoint.asynchronous,
             memory_every_steps=None if memory is None else memory.every_steps,
             partner_copies=0 if memory is None or cluster.num_nodes == 1 else memory.copies,
             rows_per_sample=config.objective.kind.trained_rows_per_sample,
-            num_reference_rows=config.objective.kind.num_reference_rows(config),
+            num_counted_rows=config.objective.kind.rows_per_sample,
         ),
         global_batch_size=config.batch.samples_per_step,
         section=config.model,
         machine=CPU if cluster.device.is_cpu else ANY_CUDA,
         has_plain_entropies=config.objective.has_plain_entropies,
         required=required,
+        derived_fields=derived_fields(config, named),
+        divides_layers="pipeline_size" in required or allows_stages(config),
     )
 
 
-def _unmet(request: SearchSpace, cluster: Cluster, overrides: Sequence[str]) -> list[Problem]:
+def _refuse_as_check(
+    config: RunConfig, best: Candidate, cluster: Cluster, *, is_named: bool
+) -> None:
+    """Raise ConfigError if `bigtrain check` refuses the run in the layout of `best`: some rules are
+    about sections that no layout depends on. is_named: `config` names the DeepSpeed JSON."""
+    from bigtrain.planner.engine_json import shipped_name
+    from bigtrain.settings.resolve import resolve_run
+
+    layout = best.layout
+    tree, _ = run_and_engine(config, layout, best.loss)
+    name = None
+    if not is_named:
+        name = shipped_name(layout.zero_stage, offloads_optimizer=layout.offload_optimizer)
+    device: Device = "cpu" if cluster.device.is_cpu else "cuda"
+    resolve_run(RunConfig.model_validate(tree), cluster.num_devices, name, device)
+
+
+def _unmet(
+    request: SearchSpace, config: RunConfig, cluster: Cluster, overrides: Sequence[str]
+) -> list[Problem]:
     """Return the overrides without any of which there would be layouts, with the values that the
     others leave to them."""
     from bigtrain.planner.constraints import FIELDS, settings_of
@@ -298,11 +327,15 @@ def _unmet(request: SearchSpace, cluster: Cluster, overrides: Sequence[str]) -> 
     problems = []
     for setting in settings_of(overrides):
         name = FIELDS[setting][0]
+        held = value = request.required[name]
         values = legal_values(request, cluster.num_devices, cluster.device.devices_per_node, name)
-        if values and request.required[name] not in values:
-            rule = f"no layout on {cluster.num_devices} devices has this value"
+        words = "this value"
+        if setting == "engine.deepspeed_config":
+            value, words = config.engine.deepspeed_config, f"its ZeRO stage {held}"
+        if values and held not in values:
+            rule = f"no layout on {cluster.num_devices} devices has {words}"
             remedy = f"possible with the other settings: {', '.join(map(str, values))}"
-            problems.append(Problem(setting, request.required[name], rule, remedy))
+            problems.append(Problem(setting, value, rule, remedy))
     return problems
 
 
@@ -314,8 +347,11 @@ def _no_layout(
     from bigtrain.settings.compatibility.check import check_compatibility
     from bigtrain.settings.compatibility.facts import Facts
 
-    problems = _unmet(request, cluster, overrides)
-    if problems := problems or check_compatibility(request.facts | Facts(world_size=1)):
+    # What is wrong with the DeepSpeed JSON that an override names, is wrong in every layout.
+    problems = check_compatibility(request.facts | Facts(world_size=1))
+    of_json = [problem for problem in problems if problem.key.startswith(request.facts.source)]
+    problems = of_json or _unmet(request, config, cluster, overrides) or problems
+    if problems:
         return problems
     batch = config.batch.samples_per_step
     world = cluster.num_devices
@@ -325,32 +361,26 @@ def _no_layout(
     return [Problem("--gpus", world, rule, remedy)]
 
 
-def _named_json(name: str) -> dict[str, Any]:
+def run_and_engine(
+    config: RunConfig, layout: Layout, loss: LossKind | None = None, engine: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. loss:
+    another ``model.loss`` of that layout. engine: the DeepSpeed JSON to start from, by name or
+    path; None for the shipped one of the layout."""
+    from bigtrain.planner.engine_json import shipped_engine
     from bigtrain.settings.deepspeed.engine_config import (
         find_deepspeed_config,
         read_deepspeed_config,
     )
 
-    return read_deepspeed_config(find_deepspeed_config(name))
-
-
-def run_and_engine(
-    config: RunConfig, layout: Layout, model: ModelCosts, engine: str | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
-    is written if it differs from the default of a run in that layout. engine: the DeepSpeed JSON to
-    start from, by name or path; None for the shipped one of the layout."""
-    from bigtrain.planner.run_prediction import auto_loss_chunk
-
-    offload = "_offload" if layout.offload_optimizer else ""
-    # No JSON is shipped for ZeRO 1 with an offloaded optimizer: it is ZeRO 2's with another stage.
-    shipped_stage = 2 if offload and layout.zero_stage == 1 else layout.zero_stage
-    raw = _named_json(f"zero{shipped_stage}{offload}")
-    raw["zero_optimization"]["stage"] = layout.zero_stage
     if engine is not None:
-        raw = _named_json(engine)
-    elif layout.offload_optimizer and not layout.offload_parameters:
-        raw["zero_optimization"].pop("offload_param", None)
+        raw = read_deepspeed_config(find_deepspeed_config(engine))
+    else:
+        raw = shipped_engine(
+            layout.zero_stage,
+            offloads_optimizer=layout.offload_optimizer,
+            offloads_parameters=layout.offload_parameters,
+        )
 
     # Settings of the layout, if they differ from the run's or from a default.
     tree = config.model_dump(mode="json", exclude_unset=True)
@@ -361,14 +391,13 @@ def run_and_engine(
         tree["model"]["activation_offload"] = layout.offload_activations
     if layout.tiled_mlp != config.model.tiled_mlp:
         tree["model"]["tiled_mlp"] = layout.tiled_mlp
-    section, tokens = config.model, layout.tokens_per_micro_batch
-    if layout.loss_chunk_tokens != auto_loss_chunk(section, model, tokens):
-        tree["model"]["loss"] = "plain" if layout.loss_chunk_tokens is None else "chunked"
+    if loss is not None:
+        tree["model"]["loss"] = loss
         if layout.loss_chunk_tokens is not None:
             tree["model"]["loss_chunk_tokens"] = layout.loss_chunk_tokens
 
     # Buckets, where the JSON has them.
-    zero = raw.get("zero_optimization", {})
+    zero = {} if engine is not None else raw["zero_optimization"]
     sizes = {
         "reduce_bucket_size": layout.reduce_bucket_elements,
         "allgather_bucket_size": layout.gather_bucket_elements,
@@ -382,15 +411,27 @@ def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[Ru
     Without `device` torch is not imported. Raises ConfigError or ModelError if the model is not
     known."""
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run, with_teacher
+    from bigtrain.planner.run_prediction import (
+        auto_loss_chunk,
+        fast_path_elsewhere,
+        layout_of,
+        predict_run,
+        with_teacher,
+    )
     from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.settings.resolve import resolve_teacher
 
     measured_engine = cpu_engine() if device is not None and device.is_cpu else None
     model, remark = model_costs(resolved.config, traces=device is not None)
-    tokens = resolved.plan.micro_batch_tokens // resolved.topology.sequence_size
-    chunk = auto_loss_chunk(resolved.config.model, model, tokens)
-    prediction = predict_run(resolved, model, chunk, device, measured_engine)
+    fast_path = fast_path_elsewhere(resolved, is_cpu=measured_engine is not None)
+    layout = layout_of(resolved, fast_path=fast_path)
+    tokens, kernels = layout.tokens_per_micro_batch, layout.loss_kernels
+    chunk = auto_loss_chunk(resolved.config.model, model, tokens, kernels)
+    is_alone = device is not None and resolved.topology.world_size <= device.devices_per_node
+    prediction = predict_run(
+        resolved, model, chunk, device, measured_engine,
+        has_partners=not is_alone, fast_path=fast_path,
+    )  # fmt: skip
     if (teacher := resolve_teacher(resolved)) is not None:
         costs, _ = model_costs(teacher.config, traces=device is not None)
         prediction = with_teacher(prediction, teacher, costs, device, measured_engine)

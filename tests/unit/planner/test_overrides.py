@@ -74,6 +74,7 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters.targets": ("[q_proj]", ADAPTERS),
     "adapters.modules_to_save": ("[embed_tokens]", ADAPTERS),
     "adapters.dora": ("true", ADAPTERS),
+    "adapters.init": ("pissa", {**ADAPTERS, **PAIRS}),
     "adapters.quantization": ("nf4", ADAPTERS),
     "adapters.double_quantization": (
         "false", {**BASE, "adapters": {"rank": 8, "quantization": "nf4"}},
@@ -147,7 +148,7 @@ def planned(folder: Path, sections: dict[str, Any], *overrides: str) -> object:
     return (
         model, request.facts.values(), request.base, request.global_batch_size, required,
         section.loss, section.loss_chunk_tokens, section.kernels, section.compile,
-        config.objective.kind.num_reference_rows(config),
+        request.derived_fields(1, False, False),
     )  # fmt: skip
 
 
