@@ -131,7 +131,7 @@ def plan(
     ConfigError if nothing fits or no layout has such a value, ModelError for an unknown model.
     """
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.constraints import required_fields, unused_settings
+    from bigtrain.planner.constraints import required_fields, unused_settings, with_implied
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
@@ -141,9 +141,12 @@ def plan(
     cluster, measured = _cluster(
         devices, nodes_of, host_memory_bytes, network_bits_per_second, hardware
     )
+    overrides = with_implied(overrides)
     loaded = load_config(config, *overrides)
-    if not writes and (problems := unused_settings(overrides)):
-        raise ConfigError(problems, "the plan")
+    if not writes:
+        unused = unused_settings(overrides, lambda kept: load_config(config, *kept))
+        if unused:
+            raise ConfigError(unused, "the plan")
     model, remark = model_costs(loaded)
     required = required_fields(loaded, overrides)
     request = replace(_request(loaded, cluster, model, required), varies=varies)
