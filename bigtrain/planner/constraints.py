@@ -129,6 +129,29 @@ def _touches(path: str, setting: str) -> bool:
     return f"{setting}.".startswith(f"{path}.") or path.startswith(f"{setting}.")
 
 
+def batch_settings(overrides: Sequence[str]) -> list[Problem]:
+    """Return a problem for every override of what a plan of the longest sample searches."""
+    searched = ("batch.sequence_length", "batch.global_batch_size", "batch.global_tokens")
+    rule = "is what --longest searches"
+    return [
+        Problem(path, text, rule, "omit it, or --longest")
+        for path, _, text in (override.partition("=") for override in overrides)
+        if any(_touches(path, setting) for setting in searched)
+    ]
+
+
+def repeated_settings(overrides: Sequence[str]) -> list[Problem]:
+    """Return a problem for every setting that two overrides set to different values: a plan could
+    hold only one."""
+    problems, first_texts = [], dict[str, str]()
+    for path, _, text in (override.partition("=") for override in overrides):
+        first = first_texts.setdefault(path, text)
+        if first != text:
+            rule = f"contradicts {path}={text}, another override"
+            problems.append(Problem(path, first, rule, "keep one of them"))
+    return problems
+
+
 def with_implied(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return `overrides` with recomputation of all layers where activations are offloaded, which
     are the inputs of recomputed layers, and none of the overrides is about recomputation: the run

@@ -188,6 +188,24 @@ def legal_savings(layout: Layout, request: SearchSpace) -> list[dict[str, Any]]:
     return [changes for changes in options if request.allows(changes)]
 
 
+def micro_batches(request: SearchSpace, degrees: Degrees) -> list[tuple[int, int]]:
+    """Return the micro-batch sizes of layouts with `degrees`, ascending, each with the accumulation
+    steps. With more stages than micro-batches a pipeline is mostly bubble."""
+    per_rank = request.global_batch_size // degrees.data_size
+    least_accumulation = degrees.pipeline_size if degrees.pipeline_size > 1 else 0
+    is_held = "micro_batch_size" in request.required
+    return [
+        (micro, per_rank // micro)
+        for micro in divisors(per_rank)
+        if (micro <= _MOST_SEARCHED or is_held)
+        and per_rank // micro >= least_accumulation
+        and request.allows({"micro_batch_size": micro, "num_accumulation": per_rank // micro})
+    ]
+
+
+_MOST_SEARCHED = 64  # samples of a micro-batch, of layouts that no override holds to another
+
+
 def legal_values(
     request: SearchSpace, num_devices: int, devices_per_node: int, name: str
 ) -> list[Any]:
@@ -199,7 +217,7 @@ def legal_values(
     free, values = replace(request, required=required), set()
     for degrees in legal_degrees(free, num_devices, devices_per_node):
         if name == "micro_batch_size":
-            values |= set(divisors(request.global_batch_size // degrees.data_size))
+            values |= {micro for micro, _ in micro_batches(free, degrees)}
         elif hasattr(degrees, name):
             values.add(getattr(degrees, name))
     return sorted(values)

@@ -16,9 +16,9 @@ from bigtrain.planner.layout import Layout, Recompute
 from bigtrain.planner.legal_layouts import (
     SearchSpace,
     StagedDegrees,
-    divisors,
     legal_degrees,
     legal_savings,
+    micro_batches,
 )
 from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.memory_checkpoints import MemoryCheckpointCosts, memory_checkpoint_costs
@@ -256,17 +256,7 @@ def _of_degrees(
     """Add the layouts of `degrees` to `ranking`; return how many were not assessed."""
     too_large: set[Recompute | int] = set()
     roomy, skipped = False, 0
-    # Micro-batch sizes, ascending, and their accumulation steps. With more stages than
-    # micro-batches a pipeline is mostly bubble.
-    per_rank = request.global_batch_size // degrees.data_size
-    least_accumulation = degrees.pipeline_size if degrees.pipeline_size > 1 else 0
-    micro_sizes = [
-        (micro, per_rank // micro)
-        for micro in divisors(per_rank)
-        if micro <= 64
-        and per_rank // micro >= least_accumulation
-        and request.allows({"micro_batch_size": micro, "num_accumulation": per_rank // micro})
-    ]
+    micro_sizes = micro_batches(request, degrees)
     sizes = {**degrees.degrees(), "zero_stage": degrees.zero_stage}
     # Which kernels and savings a layout has does not depend on its micro-batch.
     first = request.base.changed(**{**request.required, **sizes})

@@ -131,7 +131,7 @@ def plan(
     ConfigError if nothing fits or no layout has such a value, ModelError for an unknown model.
     """
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.constraints import required_fields, unused_settings, with_implied
+    from bigtrain.planner.constraints import required_fields, with_implied
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
@@ -142,12 +142,10 @@ def plan(
         devices, nodes_of, host_memory_bytes, network_bits_per_second, hardware
     )
     overrides = with_implied(overrides)
-    loaded = load_config(config, *overrides)
-    if not writes:
-        unused = unused_settings(overrides, lambda kept: load_config(config, *kept))
-        if unused:
-            raise ConfigError(unused, "the plan")
+    loaded = _loaded(config, overrides, longest=longest, writes=writes)
     model, remark = model_costs(loaded)
+    if not remark and (problem := _frozen_problem(loaded, model)):
+        raise ConfigError(problem)
     required = required_fields(loaded, overrides)
     request = replace(_request(loaded, cluster, model, required), varies=varies)
     engine = engine_named("deepspeed")
@@ -187,6 +185,37 @@ def plan(
     )  # fmt: skip
 
 
+def _loaded(config: Config, overrides: Sequence[str], *, longest: bool, writes: bool) -> RunConfig:
+    """Return the run with `overrides`. Raises ConfigError for one that a plan would not hold."""
+    from bigtrain.planner.constraints import batch_settings, repeated_settings, unused_settings
+
+    loaded, problems = load_config(config, *overrides), repeated_settings(overrides)
+    if longest:
+        problems += batch_settings(overrides)
+    if not writes:
+        problems += unused_settings(overrides, lambda kept: load_config(config, *kept))
+    if problems:
+        raise ConfigError(problems, "the plan")
+    return loaded
+
+
+def _frozen_problem(config: RunConfig, model: ModelCosts) -> Problem | None:
+    """Return the problem with ``model.frozen`` if nothing of `model` is frozen, or everything."""
+    from bigtrain.planner.layout import Layout
+    from bigtrain.planner.stages import stage_sizes, stages_of
+
+    patterns = list(config.model.frozen)
+    if not patterns:
+        return None
+    sizes = stage_sizes(stages_of(model, 1, True)[0], model, Layout())
+    if sizes.trained >= sizes.total:
+        remedy = "a shell pattern of full names, such as model.embed_tokens.*"
+        return Problem("model.frozen", patterns, "matches the name of no parameter", remedy)
+    if sizes.trained > 0 or config.adapters is not None:
+        return None
+    return Problem("model.frozen", patterns, "leaves nothing to train", "match fewer parameters")
+
+
 def _with_samples_of(config: RunConfig, length: int, layout: Layout) -> RunConfig:
     """Return `config` with samples of `length` tokens, as many a step as `layout` has."""
     tree = config.model_dump(mode="json", exclude_unset=True)
@@ -213,11 +242,20 @@ def _cluster(
         rule = "is not a number of devices and their name"
         raise ConfigError(Problem("--gpus", devices, rule, "write e.g. 64xH100-80GB"))
     number, name = int(match.group(1)), match.group(2)
+    if re.search(r"[,;+&]", name):
+        rule = "names more than one kind of device; the devices of a plan are alike"
+        raise ConfigError(
+            Problem("--gpus", devices, rule, f"--gpus {re.split('[,;+&]', devices)[0]}")
+        )
     # A calibration has the rates of this hardware; otherwise they come from tables.
     device: Accelerator
     measured: MeasuredEngine | None = None
     if hardware is not None:
         device, measured = load_calibration(Path(hardware))
+        if device.is_cpu != (name.lower() == "cpu"):
+            rule = f"is not the device of --hardware {hardware}"
+            kind = "CPU" if device.is_cpu else device.name
+            raise ConfigError(Problem("--gpus", devices, rule, f"--gpus {number}x{kind}"))
     else:
         device = find_device(name)
         measured = cpu_engine() if device.is_cpu else None

@@ -145,6 +145,15 @@ def test_without_torch_dense_layers_are_counted_by_a_closed_form(
     assert "by a closed form of dense layers, not traced" in capsys.readouterr().out
 
 
+def test_arguments_that_are_not_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--evaluate", "rows.csv", "--top", "3", "parallel.tensor=2"]) == 2
+    error = capsys.readouterr().err
+    assert "--top = 3: is not read by --evaluate -> omit it" in error
+    assert "parallel.tensor=2: is not read by --evaluate -> omit it" in error
+    assert main(["plan", "--calibrate", "--longest"]) == 2
+    assert "--longest: is not read by --calibrate -> omit it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -157,6 +166,19 @@ def test_without_torch_dense_layers_are_counted_by_a_closed_form(
         (["--gpus", "8xH100", "model.config=null", "model.path=none/"], "no such directory"),
         (["--gpus", "7xH100"], "batch.global_batch_size: 28 or 35"),
         (["--gpus", "8xH100", "--write", "out", "--choose", "10000"], "layouts fit"),
+        (["--gpus", "8xH100", "--choose", "2"], "--choose = 2: is not read by a plan without --wr"),
+        (["--gpus", "8xH100", "--output", "x"], "--output = 'x': is not read by a plan"),
+        (["--gpus", "4xH100,4xA100"], "names more than one kind of device"),
+        (
+            ["--gpus", "8xH100", "parallel.tensor=2", "parallel.tensor=1"],
+            "parallel.tensor = '2': contradicts parallel.tensor=1, another override -> keep one",
+        ),
+        (
+            ["--gpus", "8xH100", "--longest", "batch.sequence_length=64"],
+            "batch.sequence_length = '64': is what --longest searches",
+        ),
+        (["--gpus", "8xH100", "model.frozen=[nothing]"], "matches the name of no parameter"),
+        (["--gpus", "8xH100", "model.frozen=['*']"], "leaves nothing to train"),
         (["--gpus", "8xH100", "model.config.hidden_sise=8"], "did you mean"),
         ([], "--gpus: is required for a plan"),
     ],
