@@ -33,7 +33,7 @@ from bigtrain.models.equivalence.trial import (
 )
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
-from bigtrain.models.layers.kernels import may_compile
+from bigtrain.models.layers.kernels import may_compile_loss
 from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
@@ -66,8 +66,7 @@ def choose_loss(
     if section.loss == "plain":
         return plain("model.loss=plain")
     needs_chunks = num_trained_mtp_layers(hf_config) > 0
-    is_compiled = may_compile(section) and config.objective.has_plain_entropies
-    saves = num_tokens > num_chunk_tokens or is_compiled
+    saves = num_tokens > num_chunk_tokens or may_compile_loss(config, hf_config)
     if section.loss == "auto" and not saves and not needs_chunks:
         return plain(size)
     loss_type: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"
