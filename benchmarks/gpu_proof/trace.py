@@ -138,6 +138,10 @@ class Tracer(TorchDispatchMode):
             blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
             if blocks and args[1].dim() > 0:
                 self.waited("copy to the device")
+        if _is_mixed(func, args):
+            self.waited("copy to the device")
+        if func is aten._linalg_check_errors.default and _is_on_device(args[0]):
+            self.waited("item")
         if func is aten.nonzero.default:  # all elements, since none is known
             if _is_on_device(args[0]):
                 self.waited("size of a result")
@@ -260,6 +264,19 @@ def assumed_places(tensor: torch.Tensor) -> torch.Tensor:
     """Return the result of `nonzero` of a fake tensor: as many places as it has elements."""
     shape = (tensor.numel(), tensor.dim())
     return torch.zeros(shape, dtype=torch.int64, device=tensor.device)
+
+
+_MIXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_foreach_copy_")
+"""Operators of a tensor on the device that copy their further arguments to it."""
+
+
+def _is_mixed(func: Any, args: Any) -> bool:
+    """Return whether an operator on the device takes places, or what it copies, from the host."""
+    if func.namespace != "aten" or func.name().partition(".")[0] not in _MIXED:
+        return False
+    tensors = list(_tensors(args))
+    from_host = [each for each in tensors[1:] if not _is_on_device(each) and each.dim() > 0]
+    return _is_on_device(tensors[0]) and bool(from_host)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
