@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigtrain.errors import ConfigError, Problem
-from bigtrain.planner.legal_layouts import DerivedFields
 from bigtrain.settings.batch_plan import BatchPlan
 from bigtrain.settings.deepspeed.engine_config import (
     find_deepspeed_config,
@@ -19,6 +18,9 @@ from bigtrain.settings.deepspeed.engine_config import (
 from bigtrain.settings.deepspeed.keys import AUTO
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from bigtrain.planner.legal_layouts import DerivedFields
 
 BATCH_KEYS = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",

@@ -14,6 +14,7 @@ from typing import Any
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.planner.teacher_costs import TeacherCosts
 from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.degrees import Degrees, ModelDegrees
@@ -36,7 +37,7 @@ class SearchSpace:
     run's defaults. `section`, `machine` and `has_plain_entropies` (of `ObjectiveSection`) decide
     the loss and the kernels. `required`: fields of a layout that are not searched, with their
     values. `derived_fields`: which `base` need not have. `divides_layers`: whether layouts may have
-    pipeline stages."""
+    pipeline stages. `teacher`: in the run, if there is one."""
 
     model: ModelCosts
     facts: Facts
@@ -50,6 +51,7 @@ class SearchSpace:
     required: Mapping[str, Any] = field(default_factory=dict)
     derived_fields: DerivedFields = _none_derived
     divides_layers: bool = True
+    teacher: TeacherCosts | None = None
 
     def allows(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a layout may have `fields`."""

@@ -140,24 +140,16 @@ def with_teacher(
     measured: MeasuredEngine | None = None,
 ) -> RunPrediction:
     """Return `prediction` with the parameters and forward passes of `teacher`, the run of a teacher
-    in the run, whose model has the costs `model`. What its passes need meanwhile is less than what
-    training needs later."""
+    in the run, whose model has the costs `model`."""
+    from bigtrain.planner.teacher_costs import TeacherCosts
+
     layout, engine = layout_of(teacher), engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
-    memory = replace(prediction.memory, teacher=peak_memory(model, layout, engine).states)
-    time = prediction.time
+    costs = TeacherCosts(model, lambda own_layout: own_layout)
+    memory, time = costs.with_parameters(prediction.memory, layout, engine), prediction.time
     if time is not None and device is not None:
-        layout_with_teacher = layout.changed(
-            num_reference_rows=layout.num_reference_rows + layout.rows_per_sample
-        )
-        from bigtrain.planner.step_time import step_time
-
-        seconds_with_teacher, run_seconds = (
-            step_time(model, timed_layout, device, engine).total
-            for timed_layout in (layout_with_teacher, layout)
-        )
-        time = replace(time, teacher=seconds_with_teacher - run_seconds)
+        time = costs.with_passes(time, layout, device, engine)
     return replace(prediction, memory=memory, time=time)
 
 

@@ -27,6 +27,7 @@ from bigtrain.planner.run_prediction import auto_loss_chunk
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
+from bigtrain.planner.teacher_costs import TeacherCosts
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.sections.model import LossKind, chunk_tokens
 
@@ -185,7 +186,7 @@ def _vary(ranking: Ranking, request: SearchSpace, cluster: Cluster, engine: Engi
         if candidate.tokens_per_second < least_tokens_per_second:
             break
         variants = [
-            assess(request.model, layout, cluster, engine)
+            assess(request.model, layout, cluster, engine, request.teacher)
             for layout in _variants(candidate.layout, request)
         ]
         best = max(
@@ -198,7 +199,7 @@ def _vary(ranking: Ranking, request: SearchSpace, cluster: Cluster, engine: Engi
     if not ranking.fitting:
         for candidate in sorted(ranking.others, key=lambda c: c.memory.total)[:_VARIED]:
             for layout in _variants(candidate.layout, request):
-                smaller = assess(request.model, layout, cluster, engine)
+                smaller = assess(request.model, layout, cluster, engine, request.teacher)
                 if smaller.fits:
                     ranking.fitting.append(_with_variant_note(smaller, candidate.layout))
     ranking.fitting.sort(key=_preference)
@@ -314,7 +315,7 @@ def _with_savings(
 
     def saving(changes: dict[str, Any]) -> Candidate:
         saving_layout = _with_loss(layout.changed(**changes), request)
-        return assess(request.model, saving_layout, cluster, engine)
+        return assess(request.model, saving_layout, cluster, engine, request.teacher)
 
     if prunes and savings:
         smallest = saving(savings[-1])
@@ -354,13 +355,13 @@ def _recomputed(
     def fits(recompute: Recompute | int, recomputed_layout: Layout) -> Candidate | None:
         if recompute in too_large:
             return None
-        candidate = assess(request.model, recomputed_layout, cluster, engine)
+        candidate = assess(request.model, recomputed_layout, cluster, engine, request.teacher)
         if not candidate.fits:
             too_large.add(recompute)
         return candidate
 
     if "recompute" in request.required:
-        yield assess(request.model, layout, cluster, engine)
+        yield assess(request.model, layout, cluster, engine, request.teacher)
         return
     full = layout.changed(recompute="full")
     plain, everything = fits("none", layout), fits("full", full)
@@ -387,10 +388,24 @@ def _preference(candidate: Candidate) -> tuple[int, float, float]:
     return -percents, candidate.memory.total, -candidate.tokens_per_second
 
 
-def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) -> Candidate:
-    """Return memory and time of a layout."""
+def assess(
+    model: ModelCosts,
+    layout: Layout,
+    cluster: Cluster,
+    engine: Engine,
+    teacher: TeacherCosts | None = None,
+) -> Candidate:
+    """Return memory and time of a layout, with those of `teacher`."""
     memory = peak_memory(model, layout, engine)
+    if teacher is not None:
+        memory = teacher.with_parameters(memory, layout, engine)
+
+    def time() -> StepTime:
+        seconds = step_time(model, layout, cluster.device, engine)
+        if teacher is None:
+            return seconds
+        return teacher.with_passes(seconds, layout, cluster.device, engine)
+
     fits = memory.total <= cluster.usable_memory and memory.host <= cluster.host_memory_per_rank
-    time = functools.partial(step_time, model, layout, cluster.device, engine)
     costs = memory_checkpoint_costs(model, layout, cluster.device, engine)
     return Candidate(layout, memory, fits, time, memory_checkpoints=costs)

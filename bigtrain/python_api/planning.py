@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bigtrain.planner.search import Candidate, Cluster
     from bigtrain.planner.tables.engines import MeasuredEngine
     from bigtrain.planner.tables.hardware import Device as Accelerator
+    from bigtrain.planner.teacher_costs import TeacherCosts
     from bigtrain.python_api.proposals import Proposal
     from bigtrain.settings.compatibility.facts import Device
     from bigtrain.settings.resolve import ResolvedRun
@@ -176,9 +177,6 @@ def plan(
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
     if not longest:  # the longest sample may need more positions than the model has
         _refuse_as_check(loaded, ranking.fitting[0], cluster, is_named="zero_stage" in required)
-    if loaded.objective.teacher_model is not None:
-        teacher_remark = "without those of the teacher (objective.teacher_model)"
-        remark = "; ".join(filter(None, (remark, teacher_remark)))
     return Plan(
         loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others,
         chooses_engine="zero_stage" not in required, proposals=fitting_proposals,
@@ -337,7 +335,46 @@ def _request(
         required=required,
         derived_fields=derived_fields(config, named),
         divides_layers="pipeline_size" in required or allows_stages(config),
+        teacher=_teacher_costs(config, named),
     )
+
+
+def _teacher_costs(config: RunConfig, named: Mapping[str, Any] | None) -> TeacherCosts | None:
+    """Return the costs of the teacher in the run; None without one. named: the DeepSpeed JSON of
+    every layout, None for the shipped ones."""
+    if config.objective.teacher_model is None:
+        return None
+    from bigtrain.models.tracing.traced_costs import model_costs
+    from bigtrain.planner.engine_json import derived_fields
+    from bigtrain.planner.layout import Layout
+    from bigtrain.planner.run_prediction import optimizer_costs
+    from bigtrain.planner.teacher_costs import TeacherCosts
+    from bigtrain.settings.degrees import Degrees
+    from bigtrain.settings.teacher import of_teacher, teacher_run
+
+    run = teacher_run(config)
+    try:
+        model, _ = model_costs(run)
+    except ConfigError as error:
+        raise ConfigError([of_teacher(config, each) for each in error.problems]) from error
+    fields_of, optimizer = derived_fields(run, named), optimizer_costs(run.optimizer)
+
+    def beside(layout: Layout) -> Layout:
+        has_stages = layout.pipeline_size > 1
+        return Layout(
+            **Degrees.degrees(layout),
+            zero_stage=layout.zero_stage,
+            micro_batch_size=layout.micro_batch_size,
+            num_accumulation=layout.num_accumulation,
+            sequence_length=layout.sequence_length,
+            offload_optimizer=layout.offload_optimizer,
+            offload_parameters=layout.offload_parameters,
+            parameter_bytes=layout.parameter_bytes,
+            optimizer=optimizer,
+            **fields_of(layout.zero_stage, layout.offload_optimizer, has_stages),
+        )
+
+    return TeacherCosts(model, beside)
 
 
 def _refuse_as_check(
@@ -455,7 +492,6 @@ def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[Ru
     from bigtrain.planner.run_prediction import (
         auto_loss_chunk,
         fast_path_elsewhere,
-        layout_of,
         predict_run,
         with_teacher,
     )
@@ -465,9 +501,13 @@ def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[Ru
     measured_engine = cpu_engine() if device is not None and device.is_cpu else None
     model, remark = model_costs(resolved.config, traces=device is not None)
     fast_path = fast_path_elsewhere(resolved, is_cpu=measured_engine is not None)
-    layout = layout_of(resolved, fast_path=fast_path)
-    tokens, kernels = layout.tokens_per_micro_batch, layout.loss_kernels
-    chunk = auto_loss_chunk(resolved.config.model, model, tokens, kernels)
+    section, objective = resolved.config.model, resolved.config.objective
+    kernels = fast_path.loss_kernels(
+        section.loss, has_plain_entropies=objective.has_plain_entropies
+    )
+    num_rows = resolved.plan.micro_batch_size * objective.kind.trained_rows_per_sample
+    num_tokens = num_rows * resolved.plan.sequence_length // resolved.topology.sequence_size
+    chunk = auto_loss_chunk(section, model, num_tokens, kernels)
     is_alone = device is not None and resolved.topology.world_size <= device.devices_per_node
     prediction = predict_run(
         resolved, model, chunk, device, measured_engine,

@@ -62,6 +62,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs with adapters": ("4xH100-80GB", {**ADAPTERS, "objective": {"type": "preference"}}),
     "answers with adapters": ("4xH100-80GB", {**ADAPTERS, "objective": {"type": "kto"}}),
     "scores": ("4xH100-80GB", {"objective": {"type": "reward"}}),
+    "teacher": (
+        "4xH100-80GB", {"objective": {"type": "distillation", "teacher_model": "base"}},
+    ),
     "experts": ("4xH100-80GB", {"model": {"config": EXPERTS}}),
     "balanced experts": (
         "4xH100-80GB", {"model": {"config": EXPERTS}, "moe": {"bias_update_rate": 1e-3}},
@@ -104,6 +107,17 @@ def differences(folder: Path, gpus: str, sections: dict[str, Any], *overrides: s
 @pytest.mark.parametrize("name", RUNS)
 def test_a_written_run_is_predicted_as_its_line(folder: Path, name: str) -> None:
     assert differences(folder, *RUNS[name]) == []
+
+
+def test_a_teacher_takes_memory_and_time(folder: Path) -> None:
+    path = folder / "run.yaml"
+    objective = {"type": "distillation", "teacher_model": "base"}
+    path.write_text(yaml.safe_dump({**RUN, "objective": objective}))
+    rows = plan(path, "2xA100-40GB").fitting
+    assert all(row.memory.teacher > 0 and row.time.teacher > 0 for row in rows)
+    assert {row.layout.pipeline_size for row in rows} == {1}
+    with pytest.raises(ConfigError, match=r"objective.teacher_model = 'none/': .*of the teacher"):
+        plan(path, "2xA100-40GB", "objective.teacher_model=none/")
 
 
 def test_a_reference_is_computed_without_stages_unless_they_are_asked_for(folder: Path) -> None:
