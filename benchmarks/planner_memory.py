@@ -241,7 +241,7 @@ def predicted(case: dict[str, Any], world_size: int) -> dict[str, float]:
     model = trace_model(hf_config, dtype, frozen=config.model.frozen)
     layout = layout_of(run, fast_path=fast_path_elsewhere(run, is_cpu=True))
     num_tokens = layout.tokens_per_micro_batch
-    loss_chunk_tokens = auto_loss_chunk(config.model, model, num_tokens)
+    loss_chunk_tokens = auto_loss_chunk(config.model, model, num_tokens, layout.loss_kernels)
     layout = replace(layout, loss_chunk_tokens=loss_chunk_tokens)
     use = peak_memory(model, layout, engine_named("deepspeed"))
     # Here the device's memory and main memory are the same.

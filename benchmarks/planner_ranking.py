@@ -67,7 +67,7 @@ class Ranking:
         self.candidates: list[Candidate] = plan.fitting
         self.cases = []
         for key, candidate in enumerate(plan.fitting):
-            run, engine = run_and_engine(plan.config, candidate.layout, plan.model.vocabulary_size)
+            run, engine = run_and_engine(plan.config, candidate.layout, candidate.loss)
             path = directory / f"{key}.json"
             path.write_text(json.dumps(engine))
             self.cases.append({"key": key, "config": run, "engine": str(path)})

@@ -81,6 +81,9 @@ NOT_FOLLOWED = {
     "numbers copied to the device with a kernel": "they are arguments of its launch",
     "a missing `Tensor.record_stream`": "no memory is used again, which it would protect",
     "copies without a wait from memory that is not pinned": "fake memory is of no kind",
+    "on which stream a kernel or a copy is, and which stream or event another waits for": (
+        "waits are counted; streams have no queues"
+    ),
 }
 """What fake tensors cannot follow, and why."""
 

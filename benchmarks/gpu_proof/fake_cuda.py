@@ -84,13 +84,15 @@ class _Stream:
         self._on_order("stream.wait_stream")
 
     def wait_event(self, event: Any) -> None:
-        self._on_order("stream.wait_event")
+        self._on_order("stream.wait_event" + _of_nothing(event))
 
     def synchronize(self) -> None:
         self._on_wait("stream.synchronize")
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event(self._on_wait, self._on_order)
+        event = event or _Event(self._on_wait, self._on_order)
+        event.is_recorded = True
+        return event
 
     def query(self) -> bool:
         return True
@@ -99,12 +101,14 @@ class _Stream:
 class _Event:
     def __init__(self, on_wait: Callable[[str], None], on_order: Callable[[str], None]) -> None:
         self._on_wait, self._on_order = on_wait, on_order
+        self.is_recorded = False
 
     def record(self, stream: Any = None) -> None:
+        self.is_recorded = True
         self._on_order("event.record")
 
     def wait(self, stream: Any = None) -> None:
-        self._on_order("event.wait")
+        self._on_order("event.wait" + _of_nothing(self))
 
     def synchronize(self) -> None:
         self._on_wait("event.synchronize")
@@ -114,6 +118,11 @@ class _Event:
 
     def elapsed_time(self, end: Any) -> float:
         return 1.0
+
+
+def _of_nothing(event: Any) -> str:
+    """Return words on an event that was never recorded, for which CUDA does not wait."""
+    return "" if getattr(event, "is_recorded", True) else " without a record"
 
 
 def stand_in_for_cuda(
@@ -155,7 +164,7 @@ def answer_for_cuda(
         "is_bf16_supported": True,
         "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
     }
-    nothing = ("init", "_lazy_init", "set_device", "set_stream", "empty_cache", "manual_seed")
+    nothing = ("init", "_lazy_init", "set_device", "set_stream", "manual_seed")
     nothing += ("manual_seed_all", "reset_peak_memory_stats", "set_rng_state")
     figures = ("memory_allocated", "max_memory_allocated")
     figures += ("memory_reserved", "max_memory_reserved")
@@ -165,6 +174,7 @@ def answer_for_cuda(
     cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     cuda.stream = cuda.StreamContext = cuda.device = lambda *_: nullcontext()
     cuda.synchronize = lambda *_: on_wait("torch.cuda.synchronize")
+    cuda.empty_cache = lambda: on_wait("torch.cuda.empty_cache")
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(cuda.nvtx, name, _returning(0))
 
@@ -224,7 +234,7 @@ def fake_cuda_tensors(read_list: Callable[[Any], Any]) -> Iterator[None]:
     """Make every tensor that is created inside a fake one. Assignments to ``.data`` take the new
     value's device along, which fake tensors keep in Python. `F.scaled_dot_product_attention` calls
     the kernel that an H100 would: the choice asks the device's properties in C++. `read_list`
-    stands in for `Tensor.tolist`."""
+    stands in for `Tensor.tolist`, and is asked for the values that a text of a tensor has."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.overrides import TorchFunctionMode
@@ -248,12 +258,19 @@ def fake_cuda_tensors(read_list: Callable[[Any], Any]) -> Iterator[None]:
     # Modes are of one thread, and a backward pass on a device has its own.
     alone = torch.autograd.set_multithreading_enabled(False)
     fake: Any = FakeTensor
-    tolist, fake.tolist = fake.tolist, lambda tensor: read_list(tensor)
+    replaced = {name: getattr(fake, name) for name in ("tolist", "__repr__", "__format__")}
+    fake.tolist = lambda tensor: read_list(tensor)
+
+    def text(tensor: Any, *_: Any, **__: Any) -> str:
+        return str(read_list(tensor.reshape(-1))) if tensor.numel() else "[]"
+
+    fake.__repr__ = fake.__format__ = text
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), AsOnDevice(), alone:
             yield
     finally:
-        fake.tolist = tolist
+        for name, method in replaced.items():
+            setattr(fake, name, method)
 
 
 def _backward(

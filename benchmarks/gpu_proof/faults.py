@@ -44,6 +44,35 @@ def _count_on_the_cpu(engine: TrainEngine) -> None:
     engine._count_targets = count  # type: ignore[method-assign]
 
 
+def _functional_sum_on_the_cpu(engine: TrainEngine) -> None:
+    from torch.distributed._functional_collectives import all_reduce
+
+    def count(micro_batches: Any) -> torch.Tensor:
+        total = torch.tensor(sum(batch.labels.numel() for batch in micro_batches))
+        return all_reduce(total, "sum", engine.mesh.replicas).to(engine.device)
+
+    engine._count_targets = count  # type: ignore[method-assign]
+
+
+def _places_on_the_host(engine: TrainEngine) -> None:
+    def take(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        output[:, torch.tensor([0, 1])]
+
+    engine.module.model.layers[0].register_forward_hook(take, with_kwargs=True)
+
+
+def _objects_in_an_evaluation(engine: TrainEngine) -> None:
+    loss_of = engine._objective.summed_loss
+
+    def summed_loss(passes: Any, batch: Any, moved: Any, *args: Any) -> Any:
+        result = loss_of(passes, batch, moved, *args)
+        if not engine.module.training:
+            dist.all_gather_object([None] * dist.get_world_size(), f"{result[0].sum()}")
+        return result
+
+    engine._objective.summed_loss = summed_loss  # type: ignore[method-assign]
+
+
 def _another_group(engine: TrainEngine) -> None:
     """Of as many ranks as the right one."""
     others = [rank ^ 1 for rank in dist.get_process_group_ranks(engine.mesh.replicas)]
@@ -121,6 +150,9 @@ def _update_in_float32(engine: TrainEngine) -> None:
 
 FAULTS = {
     "count on the CPU": _count_on_the_cpu,
+    "functional sum on the CPU": _functional_sum_on_the_cpu,
+    "places on the host": _places_on_the_host,
+    "text and objects of each evaluated batch": _objects_in_an_evaluation,
     "another group of the same size": _another_group,
     "no wait in the feed": _no_wait_in_the_feed,
     "copy that blocks": _copy_that_blocks,

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -111,7 +112,7 @@ def trace_case(case: Case, fault: str = "", peers: Peers | None = None) -> Trace
     replace_methods()
     dist.init_process_group("fake", rank=rank, world_size=case.world_size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
-    dist.all_gather_object = _gather_own
+    dist.all_gather_object = partial(_gather_own, tracer)
     if peers is not None:
         exchange_among(peers, tracer)
     with fake_cuda_tensors(lambda tensor: tracer.read_list(tensor, EXPERT_ROWS)), tracer:
@@ -172,8 +173,10 @@ def _settings(case: Case) -> dict[str, Any]:
     return tree
 
 
-def _gather_own(objects: list[Any], value: Any, group: Any = None) -> None:
-    """Stand in for `all_gather_object`: the other ranks have what this one has."""
+def _gather_own(tracer: Tracer, objects: list[Any], value: Any, group: Any = None) -> None:
+    """Stand in for `all_gather_object`, which reads what it gathers: the other ranks have what this
+    one has."""
+    tracer.waited("objects of ranks")
     objects[:] = [value] * len(objects)
 
 

@@ -6,6 +6,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations, permutations
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _HERE = str(Path(__file__).parent)
+_FUNCTIONAL = "_c10d_functional"
 _PACKAGES = ("bigtrain", "deepspeed", "transformers", "peft")
 
 
@@ -136,11 +138,15 @@ class Tracer(TorchDispatchMode):
             blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
             if blocks and args[1].dim() > 0:
                 self.waited("copy to the device")
+        if _is_mixed(func, args):
+            self.waited("copy to the device")
+        if func is aten._linalg_check_errors.default and _is_on_device(args[0]):
+            self.waited("item")
         if func is aten.nonzero.default:  # all elements, since none is known
             if _is_on_device(args[0]):
                 self.waited("size of a result")
             return assumed_places(args[0])
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", _FUNCTIONAL):
             self._exchange(func, args)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
@@ -164,21 +170,14 @@ class Tracer(TorchDispatchMode):
 
     def _exchange(self, func: Any, args: Any) -> None:
         tensors = list(_tensors(args))
-        if not tensors:
+        name = func.name().partition("::")[2].strip("_")
+        if not tensors or name == "wait_tensor":
             return
         if not all(map(_is_on_device, tensors)) and "barrier" not in func.name():
             # As NCCL does.
             raise RuntimeError(f"{func.name()} of a tensor on the CPU, {_place()}")
-        groups = [value for value in args if isinstance(value, torch.ScriptObject)]
-        ranks = tuple(range(dist.get_world_size()))
-        for value in groups:
-            try:
-                ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
-                break
-            except (RuntimeError, AttributeError):
-                continue
+        ranks = _ranks_of(args, is_functional=func.namespace == _FUNCTIONAL)
         widest = max(tensors, key=torch.Tensor.numel)
-        name = func.name().removeprefix("c10d::").strip("_")
         if name == "barrier":
             self.waited("barrier")
         if name in ("send", "recv"):  # of tensors, group, rank in the group, tag
@@ -202,6 +201,19 @@ class Tracer(TorchDispatchMode):
 
     def _release(self, num_bytes: int) -> None:
         self._live -= num_bytes
+
+
+def _ranks_of(args: Any, *, is_functional: bool) -> tuple[int, ...]:
+    """Return the ranks of the group among the arguments of a collective; of a functional one it is
+    the last, by name."""
+    if is_functional:
+        group = dist.distributed_c10d._resolve_process_group(args[-1])
+        return tuple(dist.get_process_group_ranks(group))
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            with suppress(RuntimeError, AttributeError):
+                return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    return tuple(range(dist.get_world_size()))
 
 
 def mismatches(collectives_by_rank: dict[int, list[Collective]]) -> list[str]:
@@ -252,6 +264,19 @@ def assumed_places(tensor: torch.Tensor) -> torch.Tensor:
     """Return the result of `nonzero` of a fake tensor: as many places as it has elements."""
     shape = (tensor.numel(), tensor.dim())
     return torch.zeros(shape, dtype=torch.int64, device=tensor.device)
+
+
+_MIXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_foreach_copy_")
+"""Operators of a tensor on the device that copy their further arguments to it."""
+
+
+def _is_mixed(func: Any, args: Any) -> bool:
+    """Return whether an operator on the device takes places, or what it copies, from the host."""
+    if func.namespace != "aten" or func.name().partition(".")[0] not in _MIXED:
+        return False
+    tensors = list(_tensors(args))
+    from_host = [each for each in tensors[1:] if not _is_on_device(each) and each.dim() > 0]
+    return _is_on_device(tensors[0]) and bool(from_host)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

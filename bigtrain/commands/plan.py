@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,6 +84,8 @@ class PlanArguments:
 
 def run(args: PlanArguments) -> int:
     """Print a plan, or an evaluation. Raises ConfigError, ModelError, OutputError."""
+    if problems := _unread(args):
+        raise ConfigError(problems)
     if args.evaluate is not None:
         return _print_evaluation(args.evaluate, args.output)
     if args.calibrate:
@@ -96,6 +98,29 @@ def run(args: PlanArguments) -> int:
         )
     with _without_garbage_collection():
         return _print_plan(args)
+
+
+def _unread(args: PlanArguments) -> list[Problem]:
+    """Return a problem for every argument that is not read beside the others."""
+    if args.evaluate is not None:
+        mode, read = "--evaluate", {"evaluate", "output"}
+    elif args.calibrate:
+        mode, read = "--calibrate", {"calibrate", "output"}
+    else:
+        mode, read = "a plan", {field.name for field in fields(args)} - {"output"}
+        if args.write is None:
+            mode, read = "a plan without --write", read - {"choose"}
+    problems = []
+    for field in fields(args):
+        value, key = getattr(args, field.name), f"--{field.name.replace('_', '-')}"
+        if field.name in read or value == field.default:
+            continue
+        if field.name == "overrides":
+            key = " ".join(args.overrides)
+        shown = None if field.name == "overrides" or value is True else value
+        shown = str(shown) if isinstance(shown, Path) else shown
+        problems.append(Problem(key, shown, f"is not read by {mode}", "omit it"))
+    return problems
 
 
 @contextmanager

@@ -4,20 +4,19 @@ settings on which costs and legal layouts depend. Pure."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import yaml
 
-from bigtrain.errors import Problem
-from bigtrain.settings.deepspeed.engine_config import (
-    find_deepspeed_config,
-    offload_device,
-    read_deepspeed_config,
-)
+from bigtrain.errors import ConfigError, Problem
+from bigtrain.planner.engine_json import derived_fields, fields_of_batch, named_engine
+from bigtrain.settings.deepspeed.engine_config import offload_device, zero_stage_of
 from bigtrain.settings.degrees import MODEL_DEGREES
 from bigtrain.settings.run_config import RunConfig
+
+OFFLOAD, CHECKPOINTING = "model.activation_offload", "model.gradient_checkpointing"
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "parallel.tensor": ("tensor_size",),
@@ -25,8 +24,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "parallel.sequence": ("sequence_size", "ring_size"),
     "parallel.expert": ("expert_size",),
     "batch.micro_batch_size": ("micro_batch_size",),
-    "model.gradient_checkpointing": ("recompute", "recompute_every"),
-    "model.activation_offload": ("offload_activations",),
+    CHECKPOINTING: ("recompute", "recompute_every"),
+    OFFLOAD: ("offload_activations",),
     "model.tiled_mlp": ("tiled_mlp",),
     "engine.deepspeed_config": (
         "zero_stage", "offload_optimizer", "offload_parameters", "reduce_bucket_elements",
@@ -49,7 +48,7 @@ USED = (
     # What is trained, and what a rank keeps.
     "optimizer.type", "optimizer.state_dtype", "optimizer.muon.ns_steps", "optimizer.muon.ns_dtype",
     "optimizer.ema", "adapters.type", "adapters.rank", "adapters.targets",
-    "adapters.target_parameters", "adapters.modules_to_save", "adapters.dora",
+    "adapters.target_parameters", "adapters.modules_to_save", "adapters.dora", "adapters.init",
     "adapters.quantization", "adapters.double_quantization",
     "objective.type", "objective.loss", "objective.mtp_weight", "objective.reference",
     "objective.teacher_model", "objective.z_loss", "objective.label_smoothing",
@@ -60,9 +59,13 @@ USED = (
 legal, what they cost, or what it remarks."""
 
 
-def unused_settings(overrides: Iterable[str]) -> list[Problem]:
+def unused_settings(
+    overrides: Sequence[str], config: Callable[[Sequence[str]], RunConfig] | None = None
+) -> list[Problem]:
     """Return a problem for every ``section.key=value`` string that sets nothing that a plan uses; a
-    part of a used setting counts. A section counts by the keys that it names."""
+    part of a used setting counts. A section counts by the keys that it names, and by other used
+    settings that it replaces; a key of an absent section by the section. config: returns the run
+    with some of the overrides."""
     problems = []
     for override in overrides:
         path, _, text = override.partition("=")
@@ -74,6 +77,8 @@ def unused_settings(overrides: Iterable[str]) -> list[Problem]:
                     named = [(f"{path}.{name}", value) for name, value in section.items()]
         if any("." in key and _touches(key, setting) for key, _ in named for setting in USED):
             continue
+        if _changes_section(path, overrides, config):
+            continue
         key, value = named[0]
         section_name = path.partition(".")[0]
         same_section = [setting for setting in USED if setting.partition(".")[0] == section_name]
@@ -82,6 +87,33 @@ def unused_settings(overrides: Iterable[str]) -> list[Problem]:
         remedy = f"omit it, or --write, which keeps it; the nearest that a plan uses is {nearest}"
         problems.append(Problem(key, value, rule, remedy))
     return problems
+
+
+def _changes_section(
+    path: str, overrides: Sequence[str], config: Callable[[Sequence[str]], RunConfig] | None
+) -> bool:
+    """Return whether the override of the dotted `path` adds its section to a run without, or, as a
+    section, changes used settings that it does not name."""
+    if config is None:
+        return False
+    name = path.partition(".")[0]
+    try:
+        changed = getattr(config(overrides), name, None)
+        others = [each for each in overrides if each.partition("=")[0] != path]
+        before = getattr(config(others), name, None)
+    except ConfigError:  # a run that needs the override
+        return False
+    if before is None or "." in path:
+        return before is None and changed is not None
+    keys = [setting.partition(".")[2] for setting in USED if setting.startswith(f"{name}.")]
+    return any(_value(before, key) != _value(changed, key) for key in keys)
+
+
+def _value(section: Any, key: str) -> Any:
+    """Return the value of a dotted `key` of a section; None where a part is absent."""
+    for name in key.split("."):
+        section = getattr(section, name, None)
+    return section
 
 
 def settings_of(overrides: Iterable[str]) -> list[str]:
@@ -95,6 +127,41 @@ def _touches(path: str, setting: str) -> bool:
     """Return whether the dotted `path` is `setting`, a part of the setting, or a section that
     contains the setting."""
     return f"{setting}.".startswith(f"{path}.") or path.startswith(f"{setting}.")
+
+
+def batch_settings(overrides: Sequence[str]) -> list[Problem]:
+    """Return a problem for every override of what a plan of the longest sample searches."""
+    searched = ("batch.sequence_length", "batch.global_batch_size", "batch.global_tokens")
+    rule = "is what --longest searches"
+    return [
+        Problem(path, text, rule, "omit it, or --longest")
+        for path, _, text in (override.partition("=") for override in overrides)
+        if any(_touches(path, setting) for setting in searched)
+    ]
+
+
+def repeated_settings(overrides: Sequence[str]) -> list[Problem]:
+    """Return a problem for every setting that two overrides set to different values: a plan could
+    hold only one."""
+    problems, first_texts = [], dict[str, str]()
+    for path, _, text in (override.partition("=") for override in overrides):
+        first = first_texts.setdefault(path, text)
+        if first != text:
+            rule = f"contradicts {path}={text}, another override"
+            problems.append(Problem(path, first, rule, "keep one of them"))
+    return problems
+
+
+def with_implied(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return `overrides` with recomputation of all layers where activations are offloaded, which
+    are the inputs of recomputed layers, and none of the overrides is about recomputation: the run
+    YAML's is not one of a plan."""
+    last = {path: text for path, _, text in (override.partition("=") for override in overrides)}
+    with suppress(yaml.YAMLError):
+        offloads = yaml.safe_load(last.get(OFFLOAD, "")) is True
+        if offloads and not any(_touches(path, CHECKPOINTING) for path in last):
+            return (*overrides, f"{CHECKPOINTING}=full")
+    return tuple(overrides)
 
 
 def required_fields(config: RunConfig, overrides: Iterable[str]) -> dict[str, Any]:
@@ -111,19 +178,21 @@ def required_fields(config: RunConfig, overrides: Iterable[str]) -> dict[str, An
         "offload_activations": config.model.activation_offload,
         "tiled_mlp": config.model.tiled_mlp,
     }
+    raw: dict[str, Any] | None = None
     if "engine.deepspeed_config" in settings:
-        raw = read_deepspeed_config(find_deepspeed_config(config.engine.deepspeed_config))
-        zero = raw.get("zero_optimization", {})
+        raw = named_engine(config)
+        stage = zero_stage_of(raw)
         values |= {
-            "zero_stage": int(zero.get("stage", 0)),
+            "zero_stage": stage,
             "offload_optimizer": offload_device(raw, "offload_optimizer") is not None,
             "offload_parameters": offload_device(raw, "offload_param") is not None,
-            "reduce_bucket_elements": int(zero.get("reduce_bucket_size", 500_000_000)),
-            "gather_bucket_elements": int(zero.get("allgather_bucket_size", 500_000_000)),
-            "overlap_communication": zero.get("overlap_comm") is True,
+            **derived_fields(config, raw)(stage, False, config.parallel.pipeline > 1),
         }
-    if "model.activation_offload" in settings and config.model.activation_offload:
-        # It moves the inputs of recomputed layers.
-        settings.append("model.gradient_checkpointing")
+    if OFFLOAD in settings and config.model.activation_offload:
+        settings.append(CHECKPOINTING)
     names = [name for setting in settings for name in FIELDS[setting]]
-    return {name: values[name] for name in names if values[name] is not None}
+    required = {name: values[name] for name in names if values[name] is not None}
+    if raw is None:
+        return required
+    batch_fields = fields_of_batch(raw, config, "batch.micro_batch_size" in settings)
+    return required | batch_fields

@@ -63,12 +63,14 @@ class Layout(Degrees):
     """Layout as defined by run YAML and DeepSpeed JSON.
 
     ZeRO partitions over `data_size` x `sequence_size`, and `expert_size` divides their product.
-    `loss_chunk_tokens` None: the logits of a full micro-batch exist at once. `tensor_sequence`:
-    norms and residuals are split along the sequence inside a tensor-parallel group (Megatron's
-    sequence parallelism, which bigtrain does not have but published rows do). `recompute_every` n:
-    "full" recomputes every n-th layer. `offload_activations`: the inputs of recomputed layers are
-    in main memory. `rows_per_sample`: 2 for pairs of answers; `num_reference_rows`: rows of forward
-    passes without gradients for each sample. `tiled_mlp`: as ``model.tiled_mlp``.
+    `loss_chunk_tokens`: of a chunk, which may be more than a micro-batch has; None: the loss is
+    computed from all logits of a micro-batch. `tensor_sequence`: norms and residuals are split
+    along the sequence inside a tensor-parallel group (Megatron's sequence parallelism, which
+    bigtrain does not have but published rows do). `recompute_every` n: "full" recomputes every n-th
+    layer. `offload_activations`: the inputs of recomputed layers are in main memory.
+    `rows_per_sample`: in passes with gradients, 2 for pairs of answers; `num_reference_rows`: in
+    passes without gradients; `num_counted_rows`: whose tokens a step counts, None for
+    `rows_per_sample`. `tiled_mlp`: as ``model.tiled_mlp``.
     `fused_layers`: elementwise operations of the layers are fused (compiled, or Liger's kernels);
     `loss_kernels`: kernels of the loss of logits; `float8`: products of the layers are in 8 bits.
     `num_virtual_stages`: per rank, of interleaved pipelines. `copies_states`: a checkpoint is
@@ -80,6 +82,7 @@ class Layout(Degrees):
     micro_batch_size: int = 1
     rows_per_sample: int = 1
     num_reference_rows: int = 0
+    num_counted_rows: int | None = None
     num_accumulation: int = 1
     sequence_length: int = 2048
     recompute: Recompute = "none"
@@ -132,6 +135,12 @@ class Layout(Degrees):
     def global_batch_size(self) -> int:
         """Samples of an optimizer step."""
         return self.data_size * self.micro_batch_size * self.num_accumulation
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, as a run counts them."""
+        rows = self.global_batch_size * (self.num_counted_rows or self.rows_per_sample)
+        return rows * self.sequence_length
 
     @property
     def tokens_per_micro_batch(self) -> int:

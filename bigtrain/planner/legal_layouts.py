@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.model_costs import ModelCosts
+from bigtrain.planner.teacher_costs import TeacherCosts
 from bigtrain.settings.compatibility.check import is_violated
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.degrees import Degrees, ModelDegrees
 from bigtrain.settings.fast_path import LayerMachine, choose_fast_path
 from bigtrain.settings.sections.model import ModelSection
+
+DerivedFields = Callable[[int, bool, bool], Mapping[str, Any]]
+"""Fields of a layout that follow from its ZeRO stage, from whether the optimizer is offloaded, and
+from whether there are pipeline stages."""
+
+
+def _none_derived(zero_stage: int, offloads_optimizer: bool, has_stages: bool) -> Mapping[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,8 @@ class SearchSpace:
     `base`: what all layouts have in common. `varies`: whether loss and buckets may differ from a
     run's defaults. `section`, `machine` and `has_plain_entropies` (of `ObjectiveSection`) decide
     the loss and the kernels. `required`: fields of a layout that are not searched, with their
-    values."""
+    values. `derived_fields`: which `base` need not have. `divides_layers`: whether layouts may have
+    pipeline stages. `teacher`: in the run, if there is one."""
 
     model: ModelCosts
     facts: Facts
@@ -39,10 +49,20 @@ class SearchSpace:
     zero_stages: Sequence[int] = (0, 1, 2, 3)
     varies: bool = False
     required: Mapping[str, Any] = field(default_factory=dict)
+    derived_fields: DerivedFields = _none_derived
+    divides_layers: bool = True
+    teacher: TeacherCosts | None = None
 
     def allows(self, fields: Mapping[str, Any]) -> bool:
         """Return whether a layout may have `fields`."""
         return all(self.required.get(name, value) == value for name, value in fields.items())
+
+    def with_derived_fields(self, layout: Layout) -> Layout:
+        """Return `layout` with the fields that follow from its others."""
+        has_stages = layout.pipeline_size > 1
+        return layout.changed(
+            **self.derived_fields(layout.zero_stage, layout.offload_optimizer, has_stages)
+        )
 
     def with_kernels(self, layout: Layout) -> Layout:
         """Return `layout` with the kernels of its layers and its loss."""
@@ -83,7 +103,7 @@ def legal_degrees(
         if t > 1 and not (has_plan and all(layer.divides_among(t) for layer in layer_types)):
             continue
         for p in divisors(world_size // t):
-            if p > len(request.model.layers):
+            if p > (len(request.model.layers) if request.divides_layers else 1):
                 continue
             for s in divisors(world_size // t // p):
                 if (s > 1 and not divides) or request.base.sequence_length % s:
@@ -134,8 +154,6 @@ def _facts_of(facts: Facts, zero_stage: int, world_size: int, sizes: Mapping[str
         zero_stage=zero_stage,
         world_size=world_size,
         **sizes,
-        pipeline_block=False,
-        pipeline_settings=(),
     )
 
 
@@ -160,7 +178,9 @@ def legal_savings(layout: Layout, request: SearchSpace) -> list[dict[str, Any]]:
         with_kernels = request.with_kernels(layout.changed(**changes))
         changes["fused_layers"] = with_kernels.fused_layers
         changes["loss_kernels"] = with_kernels.loss_kernels
-    options, optimizer = list(layer_savings), {"offload_optimizer": True}
+    options = list(layer_savings)
+    derived = request.derived_fields(layout.zero_stage, True, False)
+    optimizer = {"offload_optimizer": True, **derived}
     if legal(Facts(offload_optimizer="cpu")):
         options += [{**optimizer, **changes} for changes in ({}, full, *layer_savings)]
     offloaded = Facts(offload_optimizer="cpu", offload_param="cpu")
@@ -168,6 +188,24 @@ def legal_savings(layout: Layout, request: SearchSpace) -> list[dict[str, Any]]:
         everything = {**optimizer, "offload_parameters": True}
         options += [{**everything, **changes} for changes in (full, *layer_savings)]
     return [changes for changes in options if request.allows(changes)]
+
+
+def micro_batches(request: SearchSpace, degrees: Degrees) -> list[tuple[int, int]]:
+    """Return the micro-batch sizes of layouts with `degrees`, ascending, each with the accumulation
+    steps. With more stages than micro-batches a pipeline is mostly bubble."""
+    per_rank = request.global_batch_size // degrees.data_size
+    least_accumulation = degrees.pipeline_size if degrees.pipeline_size > 1 else 0
+    is_held = "micro_batch_size" in request.required
+    return [
+        (micro, per_rank // micro)
+        for micro in divisors(per_rank)
+        if (micro <= _MOST_SEARCHED or is_held)
+        and per_rank // micro >= least_accumulation
+        and request.allows({"micro_batch_size": micro, "num_accumulation": per_rank // micro})
+    ]
+
+
+_MOST_SEARCHED = 64  # samples of a micro-batch, of layouts that no override holds to another
 
 
 def legal_values(
@@ -181,7 +219,7 @@ def legal_values(
     free, values = replace(request, required=required), set()
     for degrees in legal_degrees(free, num_devices, devices_per_node):
         if name == "micro_batch_size":
-            values |= set(divisors(request.global_batch_size // degrees.data_size))
+            values |= {micro for micro, _ in micro_batches(free, degrees)}
         elif hasattr(degrees, name):
             values.add(getattr(degrees, name))
     return sorted(values)

@@ -441,10 +441,11 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
     further_bytes = hidden_bytes + model.element_bytes * model.vocabulary_size * model.hidden_size
     further_bytes *= model.num_further_losses
     # Further losses are computed in chunks, also where one chunk has all tokens.
-    sums_chunks = layout.loss_chunk_tokens is not None or model.num_further_losses > 0
-    is_chunked = sums_chunks or layout.loss_kernels == "compiled"
+    is_chunked = layout.loss_chunk_tokens is not None or model.num_further_losses > 0
     if is_chunked:
-        num_tokens = min(num_tokens, layout.loss_chunk_tokens or num_tokens)
+        chunk_tokens = layout.loss_chunk_tokens or num_tokens
+        sums_chunks = num_tokens > chunk_tokens or model.num_further_losses > 0
+        num_tokens = min(num_tokens, chunk_tokens)
         if model.trains_head:
             # Gradients of the head are added up over the chunks.
             head_elements = model.vocabulary_size * model.hidden_size / layout.tensor_size

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigtrain.errors import LaunchError
+from bigtrain.planner.engine_json import engine_fields
 from bigtrain.planner.layout import Layout, OptimizerCosts, Recompute
 from bigtrain.planner.memory import MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.model_costs import ModelCosts
@@ -16,12 +17,12 @@ from bigtrain.planner.tables.engines import MeasuredEngine, engine_named
 from bigtrain.planner.tables.hardware import Device
 from bigtrain.settings.compatibility.facts import read_facts
 from bigtrain.settings.deepspeed.engine_config import offload_device
-from bigtrain.settings.deepspeed.keys import value_at
 from bigtrain.settings.fast_path import (
     ANY_CUDA,
     CPU,
     SINGLE_KERNELS,
     FastPath,
+    LossKernels,
     choose_fast_path,
 )
 from bigtrain.settings.hf_config_keys import inspect_configuration
@@ -139,24 +140,16 @@ def with_teacher(
     measured: MeasuredEngine | None = None,
 ) -> RunPrediction:
     """Return `prediction` with the parameters and forward passes of `teacher`, the run of a teacher
-    in the run, whose model has the costs `model`. What its passes need meanwhile is less than what
-    training needs later."""
+    in the run, whose model has the costs `model`."""
+    from bigtrain.planner.teacher_costs import TeacherCosts
+
     layout, engine = layout_of(teacher), engine_named("deepspeed")
     if measured is not None:
         engine = engine.with_measured(measured)
-    memory = replace(prediction.memory, teacher=peak_memory(model, layout, engine).states)
-    time = prediction.time
+    costs = TeacherCosts(model, lambda own_layout: own_layout)
+    memory, time = costs.with_parameters(prediction.memory, layout, engine), prediction.time
     if time is not None and device is not None:
-        layout_with_teacher = layout.changed(
-            num_reference_rows=layout.num_reference_rows + layout.rows_per_sample
-        )
-        from bigtrain.planner.step_time import step_time
-
-        seconds_with_teacher, run_seconds = (
-            step_time(model, timed_layout, device, engine).total
-            for timed_layout in (layout_with_teacher, layout)
-        )
-        time = replace(time, teacher=seconds_with_teacher - run_seconds)
+        time = costs.with_passes(time, layout, device, engine)
     return replace(prediction, memory=memory, time=time)
 
 
@@ -198,13 +191,10 @@ def layout_of(
     fast_path: FastPath = SINGLE_KERNELS,
 ) -> Layout:
     """Return the layout of `run`. `loss_chunk_tokens`: tokens whose logits exist at a time, None
-    for all; `has_partners`: hosts have others to keep copies of checkpoints in memory; `fast_path`:
-    how its layers compute, by default by single kernels."""
+    for the loss of all logits; `has_partners`: hosts have others to keep copies of checkpoints in
+    memory; `fast_path`: how its layers compute, by default by single kernels."""
     config, topology = run.config, run.topology
     memory_checkpoints = config.checkpoint.memory
-    zero = run.engine.deepspeed.get("zero_optimization", {})
-    dtype = config.precision.dtype
-    gradients = value_at(run.engine.deepspeed, "data_types.grad_accum_dtype")
     checkpointing = config.model.gradient_checkpointing
     recompute: Recompute = "none" if checkpointing == "none" else "full"
     return Layout(
@@ -213,6 +203,7 @@ def layout_of(
         micro_batch_size=run.plan.micro_batch_size,
         rows_per_sample=config.objective.kind.trained_rows_per_sample,
         num_reference_rows=config.objective.kind.num_reference_rows(config),
+        num_counted_rows=config.objective.kind.rows_per_sample,
         num_accumulation=run.plan.accumulation,
         sequence_length=config.batch.sequence_length,
         recompute=recompute,
@@ -227,11 +218,8 @@ def layout_of(
         ),
         float8=config.precision.float8 != "none",
         tiled_mlp=config.model.tiled_mlp,
-        parameter_bytes=DTYPE_BYTES[dtype],
-        gradient_bytes=DTYPE_BYTES.get(str(gradients), DTYPE_BYTES[dtype]),
-        reduce_bucket_elements=int(zero.get("reduce_bucket_size", 500_000_000)),
-        gather_bucket_elements=int(zero.get("allgather_bucket_size", 500_000_000)),
-        overlap_communication=zero.get("overlap_comm") is True,
+        parameter_bytes=DTYPE_BYTES[config.precision.dtype],
+        **engine_fields(run.engine.deepspeed, config, run.engine.zero_stage),
         copies_states=config.checkpoint.asynchronous,
         memory_every_steps=None if memory_checkpoints is None else memory_checkpoints.every_steps,
         partner_copies=0
@@ -252,9 +240,15 @@ def optimizer_costs(section: OptimizerSection) -> OptimizerCosts:
     )
 
 
-def auto_loss_chunk(section: ModelSection, model: ModelCosts, num_tokens: int) -> int | None:
+def auto_loss_chunk(
+    section: ModelSection,
+    model: ModelCosts,
+    num_tokens: int,
+    loss_kernels: LossKernels = "operators",
+) -> int | None:
     """Return how many of the `num_tokens` of a rank's micro-batch have logits at a time, by the
-    rule of a run; None if all do."""
+    rule of a run (`models.equivalence.loss`); None if the loss is computed from all logits, not in
+    chunks. One chunk may have all tokens."""
     if section.loss == "plain":
         return None
     chunk = chunk_tokens(model.vocabulary_size, section.loss_chunk_tokens)
@@ -262,5 +256,7 @@ def auto_loss_chunk(section: ModelSection, model: ModelCosts, num_tokens: int) -
         # Logits as large as the hidden states, rounded up to a power of two
         # (liger_kernel/ops/fused_linear_cross_entropy.py, 0.8.5).
         tokens = -(-num_tokens // -(-model.vocabulary_size // model.hidden_size))
-        chunk = 1 << max(0, tokens - 1).bit_length()
-    return chunk if num_tokens > chunk else None
+        return 1 << max(0, tokens - 1).bit_length()
+    saves = num_tokens > chunk or loss_kernels == "compiled"
+    needs_chunks = model.num_further_losses > 0
+    return chunk if section.loss == "chunked" or saves or needs_chunks else None

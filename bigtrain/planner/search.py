@@ -16,9 +16,9 @@ from bigtrain.planner.layout import Layout, Recompute
 from bigtrain.planner.legal_layouts import (
     SearchSpace,
     StagedDegrees,
-    divisors,
     legal_degrees,
     legal_savings,
+    micro_batches,
 )
 from bigtrain.planner.memory import MARGIN, MEMORY_ERROR, MemoryUse, peak_memory, usable_memory
 from bigtrain.planner.memory_checkpoints import MemoryCheckpointCosts, memory_checkpoint_costs
@@ -27,8 +27,9 @@ from bigtrain.planner.run_prediction import auto_loss_chunk
 from bigtrain.planner.step_time import StepTime, step_time
 from bigtrain.planner.tables.engines import Engine
 from bigtrain.planner.tables.hardware import Device
+from bigtrain.planner.teacher_costs import TeacherCosts
 from bigtrain.settings.compatibility.facts import Facts
-from bigtrain.settings.sections.model import chunk_tokens
+from bigtrain.settings.sections.model import LossKind, chunk_tokens
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,15 @@ class Cluster:
 @dataclass(frozen=True)
 class Candidate:
     """Layout with its costs. The step time is computed lazily: most of thousands of layouts do
-    not fit, and their time is never needed."""
+    not fit, and their time is never needed. `varied`: words on loss and buckets that differ from a
+    run's defaults; `loss`: another ``model.loss`` than the run's."""
 
     layout: Layout
     memory: MemoryUse
     fits: bool
     _time: Callable[[], StepTime]
     varied: str = ""
+    loss: LossKind | None = None
     memory_checkpoints: MemoryCheckpointCosts | None = None
 
     def is_tight(self, cluster: Cluster) -> bool:
@@ -90,8 +93,7 @@ class Candidate:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second over all ranks."""
-        rows = self.layout.global_batch_size * self.layout.rows_per_sample
-        return rows * self.layout.sequence_length / self.time.total
+        return self.layout.tokens_per_step / self.time.total
 
     @property
     def limit(self) -> str:
@@ -172,6 +174,7 @@ _GRAIN = 1024  # tokens
 _MOST_TOKENS = 2**30
 
 BUCKETS = (10_000_000, 500_000_000)  # elements, in addition to the run's own
+BUCKET_FIELDS = ("reduce_bucket_elements", "gather_bucket_elements")
 
 
 def _vary(ranking: Ranking, request: SearchSpace, cluster: Cluster, engine: Engine) -> None:
@@ -183,7 +186,7 @@ def _vary(ranking: Ranking, request: SearchSpace, cluster: Cluster, engine: Engi
         if candidate.tokens_per_second < least_tokens_per_second:
             break
         variants = [
-            assess(request.model, layout, cluster, engine)
+            assess(request.model, layout, cluster, engine, request.teacher)
             for layout in _variants(candidate.layout, request)
         ]
         best = max(
@@ -196,7 +199,7 @@ def _vary(ranking: Ranking, request: SearchSpace, cluster: Cluster, engine: Engi
     if not ranking.fitting:
         for candidate in sorted(ranking.others, key=lambda c: c.memory.total)[:_VARIED]:
             for layout in _variants(candidate.layout, request):
-                smaller = assess(request.model, layout, cluster, engine)
+                smaller = assess(request.model, layout, cluster, engine, request.teacher)
                 if smaller.fits:
                     ranking.fitting.append(_with_variant_note(smaller, candidate.layout))
     ranking.fitting.sort(key=_preference)
@@ -206,21 +209,25 @@ _VARIED = 100
 
 
 def _with_variant_note(candidate: Candidate, usual: Layout) -> Candidate:
-    words, layout = "", candidate.layout
+    words, layout, loss = "", candidate.layout, candidate.loss
     if layout.loss_chunk_tokens != usual.loss_chunk_tokens:
-        words += ", plain loss" if layout.loss_chunk_tokens is None else ", chunked loss"
+        loss = "plain" if layout.loss_chunk_tokens is None else "chunked"
+        words += f", {loss} loss"
     if layout.reduce_bucket_elements != usual.reduce_bucket_elements:
         words += f", buckets of {layout.reduce_bucket_elements // 10**6}M"
-    return replace(candidate, varied=words)
+    return replace(candidate, varied=words, loss=loss)
 
 
 def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
     """Yield `layout` with each other size of buckets and kind of loss."""
     losses = [layout.loss_chunk_tokens]
-    buckets = [request.base.reduce_bucket_elements]
-    if "reduce_bucket_elements" not in request.required:
-        buckets += BUCKETS
-    if request.section.loss == "auto" and not request.model.num_further_losses:
+    buckets: list[dict[str, int]] = [{}]
+    if "reduce_bucket_elements" not in request.required and layout.zero_stage > 0:
+        # ZeRO 3 gathers by parameters.
+        names = BUCKET_FIELDS[: 1 if layout.zero_stage == 3 else 2]
+        buckets += [dict.fromkeys(names, size) for size in BUCKETS]
+    has_choice = request.section.loss == "auto" and not request.facts.scores_samples
+    if has_choice and not request.model.num_further_losses:
         losses.append(
             chunk_tokens(request.model.vocabulary_size, request.section.loss_chunk_tokens)
             if layout.loss_chunk_tokens is None
@@ -228,13 +235,11 @@ def _variants(layout: Layout, request: SearchSpace) -> Iterator[Layout]:
         )
     for loss in losses:
         is_plain = loss is None and layout.loss_chunk_tokens is not None
-        for bucket in buckets:
-            variant = replace(
-                layout,
+        for sizes in buckets:
+            variant = layout.changed(
                 loss_chunk_tokens=loss,
                 loss_kernels="operators" if is_plain else layout.loss_kernels,
-                reduce_bucket_elements=bucket,
-                gather_bucket_elements=bucket,
+                **sizes,
             )
             if variant != layout:
                 yield variant
@@ -252,31 +257,15 @@ def _of_degrees(
     """Add the layouts of `degrees` to `ranking`; return how many were not assessed."""
     too_large: set[Recompute | int] = set()
     roomy, skipped = False, 0
-    # Micro-batch sizes, ascending, and their accumulation steps. With more stages than
-    # micro-batches a pipeline is mostly bubble.
-    per_rank = request.global_batch_size // degrees.data_size
-    least_accumulation = degrees.pipeline_size if degrees.pipeline_size > 1 else 0
-    micro_sizes = [
-        (micro, per_rank // micro)
-        for micro in divisors(per_rank)
-        if micro <= 64
-        and per_rank // micro >= least_accumulation
-        and request.allows({"micro_batch_size": micro})
-    ]
+    micro_sizes = micro_batches(request, degrees)
     sizes = {**degrees.degrees(), "zero_stage": degrees.zero_stage}
     # Which kernels and savings a layout has does not depend on its micro-batch.
-    first = request.with_kernels(request.base.changed(**{**request.required, **sizes}))
+    first = request.base.changed(**{**request.required, **sizes})
+    first = request.with_kernels(request.with_derived_fields(first))
     savings: list[dict[str, Any]] | None = None
     for index, (micro, accumulation) in enumerate(micro_sizes):
-        layout = first.changed(
-            micro_batch_size=micro,
-            num_accumulation=accumulation,
-            loss_chunk_tokens=auto_loss_chunk(
-                request.section,
-                request.model,
-                micro * request.base.sequence_length // degrees.sequence_size,
-            ),
-        )
+        layout = first.changed(micro_batch_size=micro, num_accumulation=accumulation)
+        layout = _with_loss(layout, request)
         candidates = list(_recomputed(layout, request, cluster, engine, too_large))
         if prunes:
             skipped += 2 - sum(1 for c in candidates if c.layout.recompute_every == 1)
@@ -289,7 +278,7 @@ def _of_degrees(
         if not roomy:
             savings = legal_savings(first, request) if savings is None else savings
             useful = _useful(layout, savings, request)
-            smaller = _with_savings(layout, useful, request.model, cluster, engine, prunes=prunes)
+            smaller = _with_savings(layout, useful, request, cluster, engine, prunes=prunes)
             candidates += smaller
             if smaller and not smaller[-1].fits:
                 skipped += len(useful) - len(smaller)
@@ -304,10 +293,17 @@ def _of_degrees(
     return skipped
 
 
+def _with_loss(layout: Layout, request: SearchSpace) -> Layout:
+    """Return `layout` with the chunks of the loss that a run with these kernels computes."""
+    num_tokens, kernels = layout.tokens_per_micro_batch, layout.loss_kernels
+    chunk = auto_loss_chunk(request.section, request.model, num_tokens, kernels)
+    return layout.changed(loss_chunk_tokens=chunk)
+
+
 def _with_savings(
     layout: Layout,
     savings: Sequence[dict[str, Any]],
-    model: ModelCosts,
+    request: SearchSpace,
     cluster: Cluster,
     engine: Engine,
     *,
@@ -316,13 +312,18 @@ def _with_savings(
     """Return `layout` with each of `savings` up to the first with which it fits. If the device is
     too small even with all savings at once, which are the last, only that layout is assessed
     (`prunes`)."""
+
+    def saving(changes: dict[str, Any]) -> Candidate:
+        saving_layout = _with_loss(layout.changed(**changes), request)
+        return assess(request.model, saving_layout, cluster, engine, request.teacher)
+
     if prunes and savings:
-        smallest = assess(model, layout.changed(**savings[-1]), cluster, engine)
+        smallest = saving(savings[-1])
         if smallest.memory.total > cluster.usable_memory:
             return [smallest]
     candidates = []
     for changes in savings:
-        candidates.append(assess(model, layout.changed(**changes), cluster, engine))
+        candidates.append(saving(changes))
         if candidates[-1].fits:
             break
     return candidates
@@ -354,13 +355,13 @@ def _recomputed(
     def fits(recompute: Recompute | int, recomputed_layout: Layout) -> Candidate | None:
         if recompute in too_large:
             return None
-        candidate = assess(request.model, recomputed_layout, cluster, engine)
+        candidate = assess(request.model, recomputed_layout, cluster, engine, request.teacher)
         if not candidate.fits:
             too_large.add(recompute)
         return candidate
 
     if "recompute" in request.required:
-        yield assess(request.model, layout, cluster, engine)
+        yield assess(request.model, layout, cluster, engine, request.teacher)
         return
     full = layout.changed(recompute="full")
     plain, everything = fits("none", layout), fits("full", full)
@@ -387,10 +388,24 @@ def _preference(candidate: Candidate) -> tuple[int, float, float]:
     return -percents, candidate.memory.total, -candidate.tokens_per_second
 
 
-def assess(model: ModelCosts, layout: Layout, cluster: Cluster, engine: Engine) -> Candidate:
-    """Return memory and time of a layout."""
+def assess(
+    model: ModelCosts,
+    layout: Layout,
+    cluster: Cluster,
+    engine: Engine,
+    teacher: TeacherCosts | None = None,
+) -> Candidate:
+    """Return memory and time of a layout, with those of `teacher`."""
     memory = peak_memory(model, layout, engine)
+    if teacher is not None:
+        memory = teacher.with_parameters(memory, layout, engine)
+
+    def time() -> StepTime:
+        seconds = step_time(model, layout, cluster.device, engine)
+        if teacher is None:
+            return seconds
+        return teacher.with_passes(seconds, layout, cluster.device, engine)
+
     fits = memory.total <= cluster.usable_memory and memory.host <= cluster.host_memory_per_rank
-    time = functools.partial(step_time, model, layout, cluster.device, engine)
     costs = memory_checkpoint_costs(model, layout, cluster.device, engine)
     return Candidate(layout, memory, fits, time, memory_checkpoints=costs)

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from bigtrain.planner.search import Candidate, Cluster
     from bigtrain.planner.tables.engines import MeasuredEngine
     from bigtrain.planner.tables.hardware import Device as Accelerator
+    from bigtrain.planner.teacher_costs import TeacherCosts
     from bigtrain.python_api.proposals import Proposal
     from bigtrain.settings.compatibility.facts import Device
     from bigtrain.settings.resolve import ResolvedRun
+    from bigtrain.settings.sections.model import LossKind
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ class Plan:
         if not 1 <= choose <= len(self.fitting):
             rule = f"{len(self.fitting)} layouts fit"
             raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
-        layout = self.fitting[choose - 1].layout
+        chosen = self.fitting[choose - 1]
         named = None if self.chooses_engine else self.config.engine.deepspeed_config
-        return run_and_engine(self.config, layout, self.model, named)
+        return run_and_engine(self.config, chosen.layout, chosen.loss, named)
 
     def write(self, directory: str | Path, choose: int | None = None) -> Path:
         """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
@@ -130,7 +132,7 @@ def plan(
     ConfigError if nothing fits or no layout has such a value, ModelError for an unknown model.
     """
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.constraints import required_fields, unused_settings
+    from bigtrain.planner.constraints import required_fields, with_implied
     from bigtrain.planner.plan_text import nothing_fits
     from bigtrain.planner.search import longest_sample, search
     from bigtrain.planner.tables.engines import engine_named
@@ -140,10 +142,11 @@ def plan(
     cluster, measured = _cluster(
         devices, nodes_of, host_memory_bytes, network_bits_per_second, hardware
     )
-    loaded = load_config(config, *overrides)
-    if not writes and (problems := unused_settings(overrides)):
-        raise ConfigError(problems, "the plan")
+    overrides = with_implied(overrides)
+    loaded = _loaded(config, overrides, longest=longest, writes=writes)
     model, remark = model_costs(loaded)
+    if not remark and (problem := _frozen_problem(loaded, model)):
+        raise ConfigError(problem)
     required = required_fields(loaded, overrides)
     request = replace(_request(loaded, cluster, model, required), varies=varies)
     engine = engine_named("deepspeed")
@@ -153,13 +156,8 @@ def plan(
     # Rank the layouts; an error names the nearest devices or batch with which one fits.
     if longest:
         length, ranking = longest_sample(request, cluster, engine)
-        if ranking.fitting:  # plan samples of `length` tokens, as many a step as the layouts have
-            tree = loaded.model_dump(mode="json", exclude_unset=True)
-            tree["batch"] = {
-                "sequence_length": length,
-                "global_batch_size": ranking.fitting[0].layout.global_batch_size,
-            }
-            loaded = RunConfig.model_validate(tree)
+        if ranking.fitting:
+            loaded = _with_samples_of(loaded, length, ranking.fitting[0].layout)
     else:
         ranking = search(request, cluster, engine)
     if not ranking.fitting and not ranking.others:
@@ -177,13 +175,51 @@ def plan(
             lines = proposal_lines(fitting_proposals, cluster.num_devices)
             remedy += "; or " + "\n    ".join(lines)
         raise ConfigError(Problem("--gpus", devices, rule, remedy))
-    if loaded.objective.teacher_model is not None:
-        teacher_remark = "without those of the teacher (objective.teacher_model)"
-        remark = "; ".join(filter(None, (remark, teacher_remark)))
+    if not longest:  # the longest sample may need more positions than the model has
+        _refuse_as_check(loaded, ranking.fitting[0], cluster, is_named="zero_stage" in required)
     return Plan(
         loaded, cluster, model, remark, ranking.fitting, ranking.others, ranking.num_others,
         chooses_engine="zero_stage" not in required, proposals=fitting_proposals,
     )  # fmt: skip
+
+
+def _loaded(config: Config, overrides: Sequence[str], *, longest: bool, writes: bool) -> RunConfig:
+    """Return the run with `overrides`. Raises ConfigError for one that a plan would not hold."""
+    from bigtrain.planner.constraints import batch_settings, repeated_settings, unused_settings
+
+    loaded, problems = load_config(config, *overrides), repeated_settings(overrides)
+    if longest:
+        problems += batch_settings(overrides)
+    if not writes:
+        problems += unused_settings(overrides, lambda kept: load_config(config, *kept))
+    if problems:
+        raise ConfigError(problems, "the plan")
+    return loaded
+
+
+def _frozen_problem(config: RunConfig, model: ModelCosts) -> Problem | None:
+    """Return the problem with ``model.frozen`` if nothing of `model` is frozen, or everything."""
+    from bigtrain.planner.layout import Layout
+    from bigtrain.planner.stages import stage_sizes, stages_of
+
+    patterns = list(config.model.frozen)
+    if not patterns:
+        return None
+    sizes = stage_sizes(stages_of(model, 1, True)[0], model, Layout())
+    if sizes.trained >= sizes.total:
+        remedy = "a shell pattern of full names, such as model.embed_tokens.*"
+        return Problem("model.frozen", patterns, "matches the name of no parameter", remedy)
+    if sizes.trained > 0 or config.adapters is not None:
+        return None
+    return Problem("model.frozen", patterns, "leaves nothing to train", "match fewer parameters")
+
+
+def _with_samples_of(config: RunConfig, length: int, layout: Layout) -> RunConfig:
+    """Return `config` with samples of `length` tokens, as many a step as `layout` has."""
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    samples = layout.global_batch_size
+    tree["batch"] = {"sequence_length": length, "global_batch_size": samples}
+    return RunConfig.model_validate(tree)
 
 
 def _cluster(
@@ -204,11 +240,20 @@ def _cluster(
         rule = "is not a number of devices and their name"
         raise ConfigError(Problem("--gpus", devices, rule, "write e.g. 64xH100-80GB"))
     number, name = int(match.group(1)), match.group(2)
+    if re.search(r"[,;+&]", name):
+        rule = "names more than one kind of device; the devices of a plan are alike"
+        raise ConfigError(
+            Problem("--gpus", devices, rule, f"--gpus {re.split('[,;+&]', devices)[0]}")
+        )
     # A calibration has the rates of this hardware; otherwise they come from tables.
     device: Accelerator
     measured: MeasuredEngine | None = None
     if hardware is not None:
         device, measured = load_calibration(Path(hardware))
+        if device.is_cpu != (name.lower() == "cpu"):
+            rule = f"is not the device of --hardware {hardware}"
+            kind = "CPU" if device.is_cpu else device.name
+            raise ConfigError(Problem("--gpus", devices, rule, f"--gpus {number}x{kind}"))
     else:
         device = find_device(name)
         measured = cpu_engine() if device.is_cpu else None
@@ -229,15 +274,18 @@ def _cluster(
 def _request(
     config: RunConfig, cluster: Cluster, model: Any, required: Mapping[str, Any]
 ) -> SearchSpace:
+    from bigtrain.planner.engine_json import (
+        allows_stages,
+        derived_fields,
+        named_engine,
+        shipped_engine,
+    )
     from bigtrain.planner.layout import Layout
     from bigtrain.planner.legal_layouts import SearchSpace
     from bigtrain.planner.run_prediction import optimizer_costs
     from bigtrain.settings.compatibility.facts import Facts, read_facts
-    from bigtrain.settings.deepspeed.engine_config import (
-        find_deepspeed_config,
-        gradient_dtype_of,
-        read_deepspeed_config,
-    )
+    from bigtrain.settings.deepspeed.engine_config import find_deepspeed_config, label_of
+    from bigtrain.settings.degrees import MODEL_DEGREES
     from bigtrain.settings.fast_path import ANY_CUDA, CPU
     from bigtrain.settings.hf_config_keys import inspect_configuration
     from bigtrain.system.units import DTYPE_BYTES
@@ -247,49 +295,108 @@ def _request(
     figures, problems = inspect_configuration(config.model)
     if problems:
         raise ConfigError(problems, "the run")
-    raw = _named_json("zero1")
     device: Device = "cpu" if cluster.device.is_cpu else "cuda"
-    names_json = "zero_stage" in required
-    named = read_deepspeed_config(find_deepspeed_config(config.engine.deepspeed_config))
-    facts = read_facts(config, named if names_json else raw, figures) | Facts(
+    named = named_engine(config) if "zero_stage" in required else None
+    facts = read_facts(config, named or shipped_engine(1), figures) | Facts(
         torch_adam=True, world_size=cluster.num_devices, device=device, async_io=True
     )
-    # What an override requires holds for every layout, so it is a fact of the run.
+    if named is not None:
+        facts |= Facts(source=label_of(find_deepspeed_config(config.engine.deepspeed_config)))
+    # What an override requires holds for every layout, so it is a fact of the run; what the run
+    # YAML has of other settings that a plan chooses is none.
+    facts |= Facts(
+        **{name: required.get(name, 1) for name in MODEL_DEGREES},
+        activation_offload=required.get("offload_activations", False),
+        tiled_mlp=required.get("tiled_mlp", "off"),
+    )
     if required.get("offload_optimizer") and not facts.offload_optimizer:
         facts |= Facts(offload_optimizer="cpu")
     if required.get("offload_parameters") and not facts.offload_param:
         facts |= Facts(offload_param="cpu")
-    gradients = gradient_dtype_of(config, 1) or config.precision.dtype
     memory = config.checkpoint.memory
-    bucket_elements = int(raw["zero_optimization"]["reduce_bucket_size"])
     return SearchSpace(
         model=model,
         facts=facts,
         base=Layout(
             sequence_length=config.batch.sequence_length,
             parameter_bytes=DTYPE_BYTES[config.precision.dtype],
-            gradient_bytes=DTYPE_BYTES[gradients],
-            reduce_bucket_elements=bucket_elements,
-            gather_bucket_elements=bucket_elements,
-            overlap_communication=False,
-            tiled_mlp=config.model.tiled_mlp,
             float8=config.precision.float8 != "none",
             optimizer=optimizer_costs(config.optimizer),
             copies_states=config.checkpoint.asynchronous,
             memory_every_steps=None if memory is None else memory.every_steps,
             partner_copies=0 if memory is None or cluster.num_nodes == 1 else memory.copies,
             rows_per_sample=config.objective.kind.trained_rows_per_sample,
-            num_reference_rows=config.objective.kind.num_reference_rows(config),
+            num_counted_rows=config.objective.kind.rows_per_sample,
         ),
         global_batch_size=config.batch.samples_per_step,
         section=config.model,
         machine=CPU if cluster.device.is_cpu else ANY_CUDA,
         has_plain_entropies=config.objective.has_plain_entropies,
         required=required,
+        derived_fields=derived_fields(config, named),
+        divides_layers="pipeline_size" in required or allows_stages(config),
+        teacher=_teacher_costs(config, named),
     )
 
 
-def _unmet(request: SearchSpace, cluster: Cluster, overrides: Sequence[str]) -> list[Problem]:
+def _teacher_costs(config: RunConfig, named: Mapping[str, Any] | None) -> TeacherCosts | None:
+    """Return the costs of the teacher in the run; None without one. named: the DeepSpeed JSON of
+    every layout, None for the shipped ones."""
+    if config.objective.teacher_model is None:
+        return None
+    from bigtrain.models.tracing.traced_costs import model_costs
+    from bigtrain.planner.engine_json import derived_fields
+    from bigtrain.planner.layout import Layout
+    from bigtrain.planner.run_prediction import optimizer_costs
+    from bigtrain.planner.teacher_costs import TeacherCosts
+    from bigtrain.settings.degrees import Degrees
+    from bigtrain.settings.teacher import of_teacher, teacher_run
+
+    run = teacher_run(config)
+    try:
+        model, _ = model_costs(run)
+    except ConfigError as error:
+        raise ConfigError([of_teacher(config, each) for each in error.problems]) from error
+    fields_of, optimizer = derived_fields(run, named), optimizer_costs(run.optimizer)
+
+    def beside(layout: Layout) -> Layout:
+        has_stages = layout.pipeline_size > 1
+        return Layout(
+            **Degrees.degrees(layout),
+            zero_stage=layout.zero_stage,
+            micro_batch_size=layout.micro_batch_size,
+            num_accumulation=layout.num_accumulation,
+            sequence_length=layout.sequence_length,
+            offload_optimizer=layout.offload_optimizer,
+            offload_parameters=layout.offload_parameters,
+            parameter_bytes=layout.parameter_bytes,
+            optimizer=optimizer,
+            **fields_of(layout.zero_stage, layout.offload_optimizer, has_stages),
+        )
+
+    return TeacherCosts(model, beside)
+
+
+def _refuse_as_check(
+    config: RunConfig, best: Candidate, cluster: Cluster, *, is_named: bool
+) -> None:
+    """Raise ConfigError if `bigtrain check` refuses the run in the layout of `best`: some rules are
+    about sections that no layout depends on. is_named: `config` names the DeepSpeed JSON."""
+    from bigtrain.planner.engine_json import shipped_name
+    from bigtrain.settings.resolve import resolve_run
+
+    layout = best.layout
+    tree, _ = run_and_engine(config, layout, best.loss)
+    name = None
+    if not is_named:
+        name = shipped_name(layout.zero_stage, offloads_optimizer=layout.offload_optimizer)
+    device: Device = "cpu" if cluster.device.is_cpu else "cuda"
+    resolve_run(RunConfig.model_validate(tree), cluster.num_devices, name, device)
+
+
+def _unmet(
+    request: SearchSpace, config: RunConfig, cluster: Cluster, overrides: Sequence[str]
+) -> list[Problem]:
     """Return the overrides without any of which there would be layouts, with the values that the
     others leave to them."""
     from bigtrain.planner.constraints import FIELDS, settings_of
@@ -298,11 +405,15 @@ def _unmet(request: SearchSpace, cluster: Cluster, overrides: Sequence[str]) -> 
     problems = []
     for setting in settings_of(overrides):
         name = FIELDS[setting][0]
+        held = value = request.required[name]
         values = legal_values(request, cluster.num_devices, cluster.device.devices_per_node, name)
-        if values and request.required[name] not in values:
-            rule = f"no layout on {cluster.num_devices} devices has this value"
+        words = "this value"
+        if setting == "engine.deepspeed_config":
+            value, words = config.engine.deepspeed_config, f"its ZeRO stage {held}"
+        if values and held not in values:
+            rule = f"no layout on {cluster.num_devices} devices has {words}"
             remedy = f"possible with the other settings: {', '.join(map(str, values))}"
-            problems.append(Problem(setting, request.required[name], rule, remedy))
+            problems.append(Problem(setting, value, rule, remedy))
     return problems
 
 
@@ -314,8 +425,11 @@ def _no_layout(
     from bigtrain.settings.compatibility.check import check_compatibility
     from bigtrain.settings.compatibility.facts import Facts
 
-    problems = _unmet(request, cluster, overrides)
-    if problems := problems or check_compatibility(request.facts | Facts(world_size=1)):
+    # What is wrong with the DeepSpeed JSON that an override names, is wrong in every layout.
+    problems = check_compatibility(request.facts | Facts(world_size=1))
+    of_json = [problem for problem in problems if problem.key.startswith(request.facts.source)]
+    problems = of_json or _unmet(request, config, cluster, overrides) or problems
+    if problems:
         return problems
     batch = config.batch.samples_per_step
     world = cluster.num_devices
@@ -325,32 +439,26 @@ def _no_layout(
     return [Problem("--gpus", world, rule, remedy)]
 
 
-def _named_json(name: str) -> dict[str, Any]:
+def run_and_engine(
+    config: RunConfig, layout: Layout, loss: LossKind | None = None, engine: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. loss:
+    another ``model.loss`` of that layout. engine: the DeepSpeed JSON to start from, by name or
+    path; None for the shipped one of the layout."""
+    from bigtrain.planner.engine_json import shipped_engine
     from bigtrain.settings.deepspeed.engine_config import (
         find_deepspeed_config,
         read_deepspeed_config,
     )
 
-    return read_deepspeed_config(find_deepspeed_config(name))
-
-
-def run_and_engine(
-    config: RunConfig, layout: Layout, model: ModelCosts, engine: str | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the run YAML and the DeepSpeed JSON of `config` in another layout, as trees. The loss
-    is written if it differs from the default of a run in that layout. engine: the DeepSpeed JSON to
-    start from, by name or path; None for the shipped one of the layout."""
-    from bigtrain.planner.run_prediction import auto_loss_chunk
-
-    offload = "_offload" if layout.offload_optimizer else ""
-    # No JSON is shipped for ZeRO 1 with an offloaded optimizer: it is ZeRO 2's with another stage.
-    shipped_stage = 2 if offload and layout.zero_stage == 1 else layout.zero_stage
-    raw = _named_json(f"zero{shipped_stage}{offload}")
-    raw["zero_optimization"]["stage"] = layout.zero_stage
     if engine is not None:
-        raw = _named_json(engine)
-    elif layout.offload_optimizer and not layout.offload_parameters:
-        raw["zero_optimization"].pop("offload_param", None)
+        raw = read_deepspeed_config(find_deepspeed_config(engine))
+    else:
+        raw = shipped_engine(
+            layout.zero_stage,
+            offloads_optimizer=layout.offload_optimizer,
+            offloads_parameters=layout.offload_parameters,
+        )
 
     # Settings of the layout, if they differ from the run's or from a default.
     tree = config.model_dump(mode="json", exclude_unset=True)
@@ -361,14 +469,13 @@ def run_and_engine(
         tree["model"]["activation_offload"] = layout.offload_activations
     if layout.tiled_mlp != config.model.tiled_mlp:
         tree["model"]["tiled_mlp"] = layout.tiled_mlp
-    section, tokens = config.model, layout.tokens_per_micro_batch
-    if layout.loss_chunk_tokens != auto_loss_chunk(section, model, tokens):
-        tree["model"]["loss"] = "plain" if layout.loss_chunk_tokens is None else "chunked"
+    if loss is not None:
+        tree["model"]["loss"] = loss
         if layout.loss_chunk_tokens is not None:
             tree["model"]["loss_chunk_tokens"] = layout.loss_chunk_tokens
 
     # Buckets, where the JSON has them.
-    zero = raw.get("zero_optimization", {})
+    zero = {} if engine is not None else raw["zero_optimization"]
     sizes = {
         "reduce_bucket_size": layout.reduce_bucket_elements,
         "allgather_bucket_size": layout.gather_bucket_elements,
@@ -382,15 +489,30 @@ def predicted_run(resolved: ResolvedRun, device: Accelerator | None) -> tuple[Ru
     Without `device` torch is not imported. Raises ConfigError or ModelError if the model is not
     known."""
     from bigtrain.models.tracing.traced_costs import model_costs
-    from bigtrain.planner.run_prediction import auto_loss_chunk, predict_run, with_teacher
+    from bigtrain.planner.run_prediction import (
+        auto_loss_chunk,
+        fast_path_elsewhere,
+        predict_run,
+        with_teacher,
+    )
     from bigtrain.planner.tables.engines import cpu_engine
     from bigtrain.settings.resolve import resolve_teacher
 
     measured_engine = cpu_engine() if device is not None and device.is_cpu else None
     model, remark = model_costs(resolved.config, traces=device is not None)
-    tokens = resolved.plan.micro_batch_tokens // resolved.topology.sequence_size
-    chunk = auto_loss_chunk(resolved.config.model, model, tokens)
-    prediction = predict_run(resolved, model, chunk, device, measured_engine)
+    fast_path = fast_path_elsewhere(resolved, is_cpu=measured_engine is not None)
+    section, objective = resolved.config.model, resolved.config.objective
+    kernels = fast_path.loss_kernels(
+        section.loss, has_plain_entropies=objective.has_plain_entropies
+    )
+    num_rows = resolved.plan.micro_batch_size * objective.kind.trained_rows_per_sample
+    num_tokens = num_rows * resolved.plan.sequence_length // resolved.topology.sequence_size
+    chunk = auto_loss_chunk(section, model, num_tokens, kernels)
+    is_alone = device is not None and resolved.topology.world_size <= device.devices_per_node
+    prediction = predict_run(
+        resolved, model, chunk, device, measured_engine,
+        has_partners=not is_alone, fast_path=fast_path,
+    )  # fmt: skip
     if (teacher := resolve_teacher(resolved)) is not None:
         costs, _ = model_costs(teacher.config, traces=device is not None)
         prediction = with_teacher(prediction, teacher, costs, device, measured_engine)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bigtrain.settings.compatibility.check import is_violated
+from bigtrain.settings.compatibility.check import adds_violation
 from bigtrain.settings.compatibility.facts import Facts
 from bigtrain.settings.sections.model import LossKind, ModelSection
 
@@ -108,7 +108,7 @@ def _why_not_compiled(facts: Facts, machine: LayerMachine) -> str:
         return machine.triton_problem
     if facts.isolates and facts.attention.startswith("flash"):
         return "flash attention takes the lengths of documents, with which graphs change"
-    if is_violated(facts | Facts(compiles="on")) and not is_violated(facts):
+    if adds_violation(facts, Facts(compiles="on")):
         return "the run's other settings do not allow it"
     return ""
 
@@ -120,6 +120,6 @@ def _why_not_liger(facts: Facts, machine: LayerMachine, model_type: str) -> str:
         return machine.triton_problem
     if model_type not in machine.liger_models:
         return f"liger-kernel has none for model_type {model_type}"
-    if is_violated(facts | Facts(kernels="liger")) and not is_violated(facts):
+    if adds_violation(facts, Facts(kernels="liger")):
         return "the run's other settings do not allow them"
     return ""

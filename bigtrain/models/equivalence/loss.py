@@ -33,7 +33,7 @@ from bigtrain.models.equivalence.trial import (
 )
 from bigtrain.models.experts import auxiliary_loss
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
-from bigtrain.models.layers.kernels import may_compile
+from bigtrain.models.layers.kernels import may_compile_loss
 from bigtrain.models.layers.plans import LossPlan
 from bigtrain.models.layers.token_loss import IGNORED_LABEL
 from bigtrain.settings.batch_plan import BatchPlan
@@ -50,7 +50,8 @@ def choose_loss(
     and with them the loss of a chunk, and a proxy model computes the same in chunks. Takes a second
     at most, and no time with small logits on a CPU."""
     section, vocabulary = config.model, vocabulary_size(hf_config)
-    num_tokens = plan.micro_batch_tokens // config.parallel.degrees.sequence_size
+    num_rows = plan.micro_batch_size * config.objective.kind.trained_rows_per_sample
+    num_tokens = num_rows * plan.sequence_length // config.parallel.degrees.sequence_size
     num_chunk_tokens = chunk_tokens(vocabulary, section.loss_chunk_tokens)
     gib = 4 * num_tokens * vocabulary / 2**30
     size = f"logits of {num_tokens} tokens x {vocabulary} words take {gib:.2g} GiB in float32"
@@ -65,8 +66,7 @@ def choose_loss(
     if section.loss == "plain":
         return plain("model.loss=plain")
     needs_chunks = num_trained_mtp_layers(hf_config) > 0
-    is_compiled = may_compile(section) and config.objective.has_plain_entropies
-    saves = num_tokens > num_chunk_tokens or is_compiled
+    saves = num_tokens > num_chunk_tokens or may_compile_loss(config, hf_config)
     if section.loss == "auto" and not saves and not needs_chunks:
         return plain(size)
     loss_type: Literal["liger", "chunked"] = "liger" if section.loss == "liger" else "chunked"

@@ -74,6 +74,18 @@ def may_compile(section: ModelSection) -> bool:
     return is_free and not machine_of("cuda").triton_problem
 
 
+def may_compile_loss(config: RunConfig, hf_config: PreTrainedConfig) -> bool:
+    """Return whether the loss of chunks may be compiled on this machine: with the layers, by the
+    rules that the run's own settings tell."""
+    section = config.model
+    if not (may_compile(section) and config.objective.has_plain_entropies):
+        return False
+    num_experts = number_of(hf_config.get_text_config().to_dict(), EXPERTS)
+    facts = read_facts(config, {}, None) | Facts(num_experts=num_experts)
+    machine = machine_of("cuda" if section.compile == "auto" else "cpu")
+    return choose_fast_path(section, facts, machine, str(hf_config.model_type)).compiles
+
+
 def fast_path_of(
     config: RunConfig,
     engine: EngineConfig,

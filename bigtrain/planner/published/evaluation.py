@@ -9,14 +9,15 @@ from __future__ import annotations
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigtrain.errors import ConfigError, Problem
+from bigtrain.errors import ConfigError, Problem, one_line
 from bigtrain.planner.memory import peak_memory
 from bigtrain.planner.published.rows import run_of
-from bigtrain.planner.published.words import has_value
+from bigtrain.planner.published.words import has_value, plain_number
 from bigtrain.planner.step_time import step_time
 from bigtrain.system.units import GIB
 
@@ -40,27 +41,50 @@ class RowPrediction:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file with a header. Raises ConfigError naming missing columns."""
+    """Return the rows of a CSV file with a header. Raises ConfigError for a file that is none, for
+    missing columns and for columns and values that may be read in two ways."""
+
+    def refusal(rule: str, remedy: str) -> ConfigError:
+        return ConfigError(Problem("--evaluate", str(path), rule, remedy))
+
+    rows = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            names = reader.fieldnames or ()
-            missing = [name for name in COLUMNS if name not in names]
-            if "peak_gib" in names:  # a row may have only memory
-                missing = [name for name in missing if name != "tokens_per_s_per_gpu"]
-            if missing:
-                rule = f"has no column{'s' * (len(missing) > 1)} {', '.join(missing)}"
-                remedy = "give it the columns that docs/planner.md lists"
-                raise ConfigError(Problem("--evaluate", str(path), rule, remedy))
+            reader = csv.DictReader(file, strict=True)
+            reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
+            if found := _header_problem(names):
+                raise refusal(*found)
             empty = dict.fromkeys(COLUMNS, "")
-            rows = [
-                empty | {key: value or "" for key, value in row.items() if key} for row in reader
-            ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(Problem("--evaluate", str(path), f"cannot be read: {error}")) from error
+            for row in reader:
+                if None in row:  # under which csv puts what is beyond the header
+                    rule = f"has more values in line {reader.line_num} than columns in the header"
+                    raise refusal(rule, 'quote a value with a comma: "1,039"')
+                rows.append(empty | {key: value or "" for key, value in row.items() if key})
+    except UnicodeDecodeError as error:
+        raise refusal(f"is not UTF-8: {error}", "save it as CSV in UTF-8") from error
+    except (OSError, csv.Error) as error:
+        raise refusal(f"cannot be read: {error}", "name a CSV file") from error
     if not rows:
-        raise ConfigError(Problem("--evaluate", str(path), "has a header and no rows"))
+        raise refusal("has a header and no rows", "add a row for each measurement")
     return rows
+
+
+def _header_problem(names: Sequence[str]) -> tuple[str, str] | None:
+    """Return what is wrong with the columns of a file, and the remedy; None for nothing."""
+    remedy = "give it the columns that docs/planner.md lists"
+    if not any(names):
+        return "has no header", remedy
+    separator = next((each for each in ";\t|" if each in names[0]), None)
+    if len(names) == 1 and separator is not None:
+        return f"has columns separated by {separator!r}", "separate them by commas"
+    if repeated := [name for name, count in Counter(names).items() if name and count > 1]:
+        return f"has the column {repeated[0]} twice", "keep one of them"
+    missing = [name for name in COLUMNS if name not in names]
+    if "peak_gib" in names:  # a row may have only memory
+        missing = [name for name in missing if name != "tokens_per_s_per_gpu"]
+    if missing:
+        return f"has no column{'s' * (len(missing) > 1)} {', '.join(missing)}", remedy
+    return None
 
 
 def _why_not_measured(row: Mapping[str, str]) -> str:
@@ -84,8 +108,7 @@ def _measured(row: Mapping[str, str], name: str = "tokens_per_s_per_gpu") -> flo
     ValueError if it is not a number."""
     if not has_value(row, name):
         return None
-    text = re.sub(r"[,_]|\s*(gib|gb|tokens/s.*)$", "", row[name].strip().lower())
-    value = float(text)
+    value = float(plain_number(re.sub(r"\s*(gib|gb|tokens/s.*)$", "", row[name].strip().lower())))
     if not math.isfinite(value):
         raise ValueError(f"{name} = {row[name]} is not finite")
     return value
@@ -97,8 +120,13 @@ def predict(row: Mapping[str, str]) -> RowPrediction:
         return RowPrediction(None, None, reason)
     try:
         run = run_of(row)
-    except (ValueError, KeyError, ConfigError) as error:
-        return RowPrediction(None, None, str(error).replace("\n", " "))
+    except ConfigError as error:  # the device is unknown
+        problem = error.problems[0]
+        return RowPrediction(
+            None, None, f"gpu = {problem.value}: {problem.rule} -> {problem.remedy}"
+        )
+    except (ValueError, KeyError) as error:
+        return RowPrediction(None, None, one_line(error, None))
     seconds = step_time(run.model, run.layout, run.device, run.engine, gain=run.gain).total
     tokens = run.layout.global_batch_size * run.layout.sequence_length
     use = peak_memory(run.model, run.layout, run.engine)

@@ -97,7 +97,8 @@ def guessed_shape(row: Row) -> str:
     if missing:
         return f"{' and '.join(missing)}, by the number of parameters"
     said = words(row, "model", "notes")
-    if re.search(r"\bmoe\b|experts|\b\d+x\d+(\.\d+)?b\b|-a\d", said) and not re.search(
+    is_mixture = re.search(r"\bmoe\b|experts|\b\d+x\d+(\.\d+)?b\b|-a\d", said)
+    if (is_mixture or degree(row, "ep") > 1) and not re.search(
         r"\d+\s*(routed\s*)?experts|\b\d+x\d", said
     ):
         return "the number of experts"
@@ -125,6 +126,9 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     head_size = named_figures.get("head_size") if named_figures.get("heads") == heads else None
     if hidden % heads and not head_size:
         head_size = 128  # heads of such models are not a division of the hidden size
+    key_heads = figure("kv_heads", heads)
+    if heads % key_heads and has_value(row, "heads") and has_value(row, "kv_heads"):
+        raise ValueError(f"kv_heads = {key_heads} does not divide heads = {heads}")
     experts = _experts(row, named_figures, hidden)
     # A gated layer has three matrices in its feed-forward network where others have two.
     wide = 8 * hidden // 3 if gated else 4 * hidden
@@ -133,7 +137,7 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
         num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
-        num_key_value_heads=figure("kv_heads", heads),
+        num_key_value_heads=key_heads,
         intermediate_size=ffn,
         vocabulary_size=figure("vocab", 32000 if gated else 50257),
         gated=gated,
@@ -152,7 +156,8 @@ def _model(row: Row, engine: Engine, element_bytes: int) -> ModelCosts:
     model = costs_of(shape, element_bytes)
     if re.search(r"\bq?lora\b|\bpeft\b", words(row, "model", "notes", "source", "precision")):
         rank = re.search(r"(?:rank|\br|dim)\W{0,3}(\d+)", said)
-        model = with_adapters(model, of_all_linear(model, int(rank.group(1)) if rank else 16))
+        size = number({"rank": rank.group(1)}, "rank") if rank else 16
+        model = with_adapters(model, of_all_linear(model, size))
     return model
 
 
@@ -198,7 +203,7 @@ def _guessed_experts(row: Row, said: str, dense: DenseShape) -> ExpertDimensions
     met = int(top_k.group(1)) if top_k else 2
     if active and not top_k:
         met = max(1, round((float(active.group(1)) * 1e9 - other_parameters) / per_expert))
-    return ExpertDimensions(number, min(met, number), dense.intermediate_size)
+    return ExpertDimensions(number, max(1, min(met, number)), dense.intermediate_size)
 
 
 def _layout(row: Row, engine: Engine, model: ModelCosts, element_bytes: int) -> Layout:

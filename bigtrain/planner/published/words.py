@@ -41,6 +41,12 @@ def has_value(row: Row, name: str) -> bool:
     return (row.get(name) or "").strip().lower() not in NOTHING
 
 
+def plain_number(text: str) -> str:
+    """Return `text` without the commas and underscores between thousands. Another comma stays, with
+    which a text is no number: "32,5" is not 325."""
+    return re.sub(r"(?<=\d)[,_](?=\d{3}(?![\d]))", "", text)
+
+
 def number(row: Row, name: str, default: int | None = None) -> int:
     """Return a count: also "4,096", "8k", "16x" and "8 (per node)". A k is 1024 if that makes a
     power of two, as for tokens, else 1000. Raises ValueError if the value is missing or not a
@@ -50,7 +56,7 @@ def number(row: Row, name: str, default: int | None = None) -> int:
         if default is not None:
             return default
         raise ValueError(f"{name} is empty")
-    plain = text.replace(",", "").replace("_", "").lower()
+    plain = plain_number(text).lower()
     match = re.fullmatch(
         r"x?\s*([-+.\de]*\d\.?)"  # the number
         r"\s*([km]?)\s*x?"  # thousands or millions

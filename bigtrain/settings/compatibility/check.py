@@ -46,6 +46,13 @@ def is_violated(facts: Facts) -> bool:
     return any(rule.violated(facts) for rule in RULES.values())
 
 
+def adds_violation(facts: Facts, changes: Facts) -> bool:
+    """Return whether a rule that `facts` keep is violated with `changes`. A rule that `facts`
+    violate, as in a world whose size is not known, says nothing about the changes."""
+    changed = facts | changes
+    return any(rule.violated(changed) and not rule.violated(facts) for rule in RULES.values())
+
+
 def check_model(facts: Facts) -> list[Problem]:
     """Check only the rules that relate the model to parallel degrees and batch."""
     return [rule.problem(facts) for rule in MODEL.values() if rule.violated(facts)]

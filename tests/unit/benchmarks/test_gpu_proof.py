@@ -24,6 +24,9 @@ FAULTS = {
     "item in the loop": "zero 1",
     "reduction in 16 bits": "zero 1",
     "count on the CPU": "zero 1",
+    "functional sum on the CPU": "zero 1",
+    "places on the host": "zero 1",
+    "text and objects of each evaluated batch": "zero 1",
     "another group of the same size": "zero 3, tensor 2",
     "no wait in the feed": "zero 1",
     "copy that blocks": "zero 1",
@@ -92,6 +95,9 @@ def test_faults_are_found(traced: dict[str, Traced]) -> None:
     error = traced["count on the CPU"]
     assert isinstance(error, str)
     assert "c10d::allreduce_ of a tensor on the CPU" in error
+    error = traced["functional sum on the CPU"]
+    assert isinstance(error, str)
+    assert "_c10d_functional::all_reduce of a tensor on the CPU" in error
     spoiled = traced["reduction in 16 bits"]
     assert not isinstance(spoiled, str), spoiled
     (problem,) = spoiled["problems"]
@@ -145,6 +151,14 @@ CHANGES = {
     "copy that blocks": (
         ["| waits | 2 x copy to the device, ", "| waits in evaluation | 2 x copy to the device, "],
         [],
+    ),
+    "places on the host": (
+        ["| waits | 2 x copy to the device, ", "| waits in evaluation | 2 x copy to the device, "],
+        [],
+    ),
+    "text and objects of each evaluated batch": (
+        ["| waits in evaluation | 3 x list, ", "| waits in evaluation | 2 x objects of ranks, "],
+        ["| waits in evaluation | 1 x list, "],
     ),
     "item for each evaluated batch": (["| waits in evaluation | 2 x item, "], []),
     "timed throughput": (

@@ -35,7 +35,7 @@ def test_with_a_device_it_is_what_the_plan_says_of_that_layout() -> None:
     )
     plan = ranked_layouts(args)
     best = plan.fitting[0]
-    tree, _ = run_and_engine(plan.config, best.layout, plan.model.vocabulary_size)
+    tree, _ = run_and_engine(plan.config, best.layout, best.loss)
     parallel = [f"parallel.{name}={degree}" for name, degree in tree["parallel"].items()]
     line = lines(
         *parallel,

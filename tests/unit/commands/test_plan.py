@@ -16,7 +16,6 @@ from bigtrain.errors import ConfigError
 from bigtrain.planner.constraints import FIELDS
 from bigtrain.planner.layout import Layout
 from bigtrain.planner.memory import MemoryUse
-from bigtrain.planner.model_costs import DenseShape, closed_form
 from bigtrain.planner.plan_text import default_choice, parameter_count
 from bigtrain.planner.search import Candidate, Cluster
 from bigtrain.planner.tables.engines import cpu_engine
@@ -99,20 +98,18 @@ def test_loss_and_buckets_of_a_layout_are_written(config: Path) -> None:
     run = load_run_config(str(config), [])
     usual = Layout(data_size=8, zero_stage=2, sequence_length=64, reduce_bucket_elements=50_000_000,
                    gather_bucket_elements=50_000_000)  # fmt: skip
-    model = closed_form(DenseShape(4, 64, 4, 2, 128, 1024))
-    tree, raw = run_and_engine(run, usual, model)
+    tree, raw = run_and_engine(run, usual)
     assert "loss" not in tree["model"]
     assert raw["zero_optimization"]["reduce_bucket_size"] == 50_000_000
     other = replace(usual, loss_chunk_tokens=16, reduce_bucket_elements=7, gather_bucket_elements=8)
-    tree, raw = run_and_engine(run, other, model)
+    tree, raw = run_and_engine(run, other, "chunked")
     assert (tree["model"]["loss"], tree["model"]["loss_chunk_tokens"]) == ("chunked", 16)
     assert raw["zero_optimization"]["reduce_bucket_size"] == 7
     assert raw["zero_optimization"]["allgather_bucket_size"] == 8
-    wide = replace(usual, micro_batch_size=4)  # `auto` would take chunks of 512 tokens
-    tree, _ = run_and_engine(run, wide, replace(model, vocabulary_size=131072))
-    assert "loss" not in tree["model"] or tree["model"]["loss"] == "plain"
+    tree, _ = run_and_engine(run, usual, "plain")
+    assert tree["model"]["loss"] == "plain"
     offloaded = replace(usual, zero_stage=1, offload_optimizer=True)
-    _, raw = run_and_engine(run, offloaded, model)
+    _, raw = run_and_engine(run, offloaded)
     zero = raw["zero_optimization"]
     assert (zero["stage"], zero["offload_optimizer"]["device"]) == (1, "cpu")
 
@@ -150,6 +147,15 @@ def test_without_torch_dense_layers_are_counted_by_a_closed_form(
     assert "by a closed form of dense layers, not traced" in capsys.readouterr().out
 
 
+def test_arguments_that_are_not_read_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--evaluate", "rows.csv", "--top", "3", "parallel.tensor=2"]) == 2
+    error = capsys.readouterr().err
+    assert "--top = 3: is not read by --evaluate -> omit it" in error
+    assert "parallel.tensor=2: is not read by --evaluate -> omit it" in error
+    assert main(["plan", "--calibrate", "--longest"]) == 2
+    assert "--longest: is not read by --calibrate -> omit it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -162,6 +168,19 @@ def test_without_torch_dense_layers_are_counted_by_a_closed_form(
         (["--gpus", "8xH100", "model.config=null", "model.path=none/"], "no such directory"),
         (["--gpus", "7xH100"], "batch.global_batch_size: 28 or 35"),
         (["--gpus", "8xH100", "--write", "out", "--choose", "10000"], "layouts fit"),
+        (["--gpus", "8xH100", "--choose", "2"], "--choose = 2: is not read by a plan without --wr"),
+        (["--gpus", "8xH100", "--output", "x"], "--output = 'x': is not read by a plan"),
+        (["--gpus", "4xH100,4xA100"], "names more than one kind of device"),
+        (
+            ["--gpus", "8xH100", "parallel.tensor=2", "parallel.tensor=1"],
+            "parallel.tensor = '2': contradicts parallel.tensor=1, another override -> keep one",
+        ),
+        (
+            ["--gpus", "8xH100", "--longest", "batch.sequence_length=64"],
+            "batch.sequence_length = '64': is what --longest searches",
+        ),
+        (["--gpus", "8xH100", "model.frozen=[nothing]"], "matches the name of no parameter"),
+        (["--gpus", "8xH100", "model.frozen=['*']"], "leaves nothing to train"),
         (["--gpus", "8xH100", "model.config.hidden_sise=8"], "did you mean"),
         ([], "--gpus: is required for a plan"),
     ],

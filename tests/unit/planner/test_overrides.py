@@ -74,6 +74,7 @@ OTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters.targets": ("[q_proj]", ADAPTERS),
     "adapters.modules_to_save": ("[embed_tokens]", ADAPTERS),
     "adapters.dora": ("true", ADAPTERS),
+    "adapters.init": ("pissa", {**ADAPTERS, **PAIRS}),
     "adapters.quantization": ("nf4", ADAPTERS),
     "adapters.double_quantization": (
         "false", {**BASE, "adapters": {"rank": 8, "quantization": "nf4"}},
@@ -147,7 +148,7 @@ def planned(folder: Path, sections: dict[str, Any], *overrides: str) -> object:
     return (
         model, request.facts.values(), request.base, request.global_batch_size, required,
         section.loss, section.loss_chunk_tokens, section.kernels, section.compile,
-        config.objective.kind.num_reference_rows(config),
+        request.derived_fields(1, False, False),
     )  # fmt: skip
 
 
@@ -174,12 +175,39 @@ def test_what_is_not_used_names_the_nearest_that_is(key: str) -> None:
         assert nearest.startswith(f"{section}.")
 
 
+def test_sections_that_an_override_adds_or_replaces_are_used(folder: Path) -> None:
+    path = folder / "run.yaml"
+    lion = {"optimizer": {"lr": 1e-3, "type": "lion"}}
+    path.write_text(yaml.safe_dump({**RUN, **lion}))
+    replaced = plan(path, "2xH100", "optimizer={lr: 0.1}").fitting[0].layout
+    assert replaced.optimizer != plan(path, "2xH100").fitting[0].layout.optimizer
+    path.write_text(yaml.safe_dump({**RUN, **BASE}))
+    adapted, base = (plan(path, "2xH100", *each).fitting[0] for each in (["adapters.alpha=8"], []))
+    assert adapted.memory.states < base.memory.states
+
+
+def test_offloaded_activations_are_of_recomputed_layers(folder: Path) -> None:
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(RUN))
+    layouts = [row.layout for row in plan(path, "2xH100", "model.activation_offload=true").fitting]
+    assert {(each.offload_activations, each.recompute) for each in layouts} == {(True, "full")}
+    with pytest.raises(ConfigError, match=r"model.gradient_checkpointing = 'none' has none"):
+        plan(path, "2xH100", "model.activation_offload=true", "model.gradient_checkpointing=none")
+    kept = plan(path, "2xH100", "model.activation_offload=false").fitting
+    assert not any(row.layout.offload_activations for row in kept)
+
+
 def test_a_plan_refuses_it_unless_it_is_written(folder: Path) -> None:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(RUN))
     told = r"train.steps = .7.: changes nothing in a plan -> .*--write"
     with pytest.raises(ConfigError, match=told):
         plan(path, "2xH100-80GB", "train.steps=7")
+    with pytest.raises(ConfigError, match=r"adapters.alpha = .8.: changes nothing in a plan"):
+        plan(path, "2xH100-80GB", "adapters.rank=2", "adapters.alpha=8", "model.path=base",
+             "model.config=null")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"optimizer.lr = 0.1: changes nothing in a plan"):
+        plan(path, "2xH100-80GB", "optimizer={lr: 0.1}")
     kept = plan(path, "2xH100-80GB", "train.steps=7", writes=True)
     assert kept.config.train.steps == 7
     assert set(FIELDS) <= set(USED)

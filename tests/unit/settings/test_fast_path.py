@@ -90,6 +90,14 @@ def test_choices(name: str) -> None:
         assert text in chosen.line()
 
 
+def test_a_rule_holds_for_layers_also_where_another_rule_is_violated() -> None:
+    """In a world whose size is not told, no degree divides the ranks."""
+    section = ModelSection(config={"model_type": "mixtral"})
+    facts = Facts(device="cuda", num_experts=8, expert_size=4, bias_updates=True)
+    assert not choose_fast_path(section, facts, ANY_CUDA).compiles
+    assert choose_fast_path(section, facts | Facts(bias_updates=False), ANY_CUDA).compiles
+
+
 COMPILED = FastPath("none", compiles=True)
 
 

@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bigtrain.models.equivalence.loss import choose_loss
+from bigtrain.models.layers import kernels
 from bigtrain.models.layers.chunked_loss import ChunkedLoss
 from bigtrain.objectives.section import ObjectiveSection
 from bigtrain.settings.batch_plan import BatchPlan
-from bigtrain.settings.run_config import PrecisionSection, RunConfig
+from bigtrain.settings.fast_path import ANY_CUDA
+from bigtrain.settings.run_config import DataSection, PrecisionSection, RunConfig
 from tests.support.comparison import assert_same_tensors, gradients
 from tests.support.run_trees import run_config
 
@@ -205,6 +207,29 @@ def test_auto_takes_a_chunk_of_all_tokens_where_its_loss_is_compiled() -> None:
     config = config.model_copy(update={"objective": objective})
     plan, _ = choose_loss(config, hf_config, BatchPlan(2, 2, 1, 1, 16))
     assert plan.kind == "plain"
+
+
+def test_auto_takes_no_chunk_where_layers_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "is_cuda_available", lambda: True)
+    monkeypatch.setattr(kernels, "machine_of", lambda _: ANY_CUDA)
+    assert choice("llama")[0] == "chunked"
+    assert choice("llama", compile="off")[0] == "plain"
+    hf_config = CONFIG_MAPPING["llama"](**{**COMMON, **MODELS["llama"]})
+    config = config_of("llama", attention="flash_attention_2")
+    config = config.model_copy(
+        update={"data": DataSection(path="x", document_boundaries="isolate")}
+    )
+    assert choose_loss(config, hf_config, BatchPlan(2, 2, 1, 1, 16))[0].kind == "plain"
+
+
+@pytest.mark.parametrize(("objective", "expected"), [("kto", "plain"), ("preference", "chunked")])
+def test_chunks_are_of_the_rows_of_a_pass(objective: str, expected: str) -> None:
+    """An answer and a mismatched one are rows of two passes, the answers of a pair of one."""
+    config = config_of("llama", loss_chunk_tokens=32)
+    config = config.model_copy(update={"objective": ObjectiveSection(type=objective)})
+    hf_config = CONFIG_MAPPING["llama"](**{**COMMON, **MODELS["llama"]})
+    plan = BatchPlan(2, 2, 1, 1, 16, rows_per_sample=2)
+    assert choose_loss(config, hf_config, plan)[0].kind == expected
 
 
 def test_auto_names_why_it_takes_no_fused_loss() -> None:

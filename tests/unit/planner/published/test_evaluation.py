@@ -99,6 +99,15 @@ def test_rows_come_back_with_three_columns(tmp_path: Path) -> None:
     [
         ("source,model\na,b\n", "has no columns layers, hidden"),
         (",".join(COLUMNS) + "\n", "has a header and no rows"),
+        ("", "has no header"),
+        (";".join(COLUMNS) + "\n", "has columns separated by ';' -> separate them by commas"),
+        ("\t".join(COLUMNS) + "\n", "has columns separated by '.t'"),
+        (",".join((*COLUMNS, "seq")) + "\n", "has the column seq twice"),
+        (
+            f"{','.join(COLUMNS)}\n{'1,' * 30}1\n",
+            "more values in line 2 than columns in the header",
+        ),
+        (f'{",".join(COLUMNS)}\n"a', "cannot be read: unexpected end of data"),
     ],
 )
 def test_files_that_are_no_rows_are_one_error(tmp_path: Path, text: str, reason: str) -> None:
@@ -108,6 +117,32 @@ def test_files_that_are_no_rows_are_one_error(tmp_path: Path, text: str, reason:
     assert len(caught.value.problems) == 1
     with pytest.raises(ConfigError, match="cannot be read"):
         read_rows(tmp_path / "none.csv")
+
+
+def test_columns_may_have_spaces_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    header, values = ", ".join(ROW), ",".join(f'"{value}"' for value in ROW.values())
+    path.write_text(f"{header}\n{values}\n", encoding="utf-8-sig")
+    (row,) = read_rows(path)
+    assert predict(row) == predict(ROW)
+    path.write_bytes(path.read_bytes().replace(b"source", "señor".encode("latin-1")))
+    with pytest.raises(ConfigError, match=r"is not UTF-8: .* -> save it as CSV in UTF-8"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tokens_per_s_per_gpu": "3000,5"}, "tokens_per_s_per_gpu = '3000,5' is not a positive"),
+        ({"tokens_per_s_per_gpu": "3.000,5"}, "is not a positive number"),
+        ({"layers": "3,2"}, "layers = 3,2 is not a count"),
+        ({"kv_heads": "7"}, "kv_heads = 7 does not divide heads = "),
+        ({"gpu": "Abacus"}, "gpu = Abacus: no such device in the hardware tables -> nearest"),
+        ({"notes": "LoRA of rank 0"}, "rank = 0 is not a count"),
+    ],
+)
+def test_a_wrong_value_is_named(changes: dict[str, str], told: str) -> None:
+    assert told in predict({**ROW, **changes}).refused
 
 
 def test_rows_of_no_sense_are_refused_and_never_crash() -> None:
@@ -154,6 +189,8 @@ def test_a_guessed_shape_is_named_and_in_no_mean(tmp_path: Path) -> None:
     rows = [ROW, size, mixture, {**mixture, "notes": "moe of 8 experts"}]
     told = [predict(row) for row in rows]
     words = ["", "layers and hidden, by the number of parameters", "the number of experts", ""]
+    divided = {**ROW, "model": "Unheard-30B", "params_b": "30", "ep": "2"}
+    assert predict(divided).guessed == "the number of experts"
     assert [prediction.guessed for prediction in told] == words
     (errors,) = summarize(rows, told)
     (without,) = summarize([rows[0], rows[3]], [told[0], told[3]])
