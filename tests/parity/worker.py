@@ -153,8 +153,8 @@ def run_case(case: dict[str, Any], world: World, device: torch.device) -> dict[s
             losses.append(engine.step_loss(result))
             norms.append(engine.gradient_norm())
         # What bad steps are told by is what is logged.
-        assert result.figures is not None
-        assert math.isclose(result.figures.grad_norm, norms[-1], rel_tol=1e-6)
+        assert result.stats is not None
+        assert math.isclose(result.stats.grad_norm, norms[-1], rel_tol=1e-6)
         graphs.append(counters["stats"]["unique_graphs"])
         if outer is not None and outer.is_due(step + 1):
             outer_steps += map(asdict, outer.after_step(step + 1))
