@@ -42,7 +42,6 @@ from bigtrain.models.build import build_model
 from bigtrain.models.equivalence.model_plan import ModelPlan, require_model_plan
 from bigtrain.models.layers.compilation import compiled_layers
 from bigtrain.models.layers.multi_token import mtp_layers
-from bigtrain.models.layers.recurrence.restarts import call_equally_often
 from bigtrain.objectives.losses.next_token import loss_terms
 from bigtrain.objectives.losses.passes import make_objective
 from bigtrain.settings.batch_plan import BatchPlan
@@ -159,6 +158,8 @@ def _initialize(
     move_buffers(model, device)  # with ZeRO 3, DeepSpeed does not move them
     patches = engine_with_experts() if has_experts else nullcontext()
     if engine_config.zero_stage == 3:
+        from bigtrain.models.layers.recurrence.restarts import call_equally_often
+
         call_equally_often(model)
     with prints_logged(), patches:
         engine, *_ = deepspeed.initialize(

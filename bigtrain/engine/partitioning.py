@@ -24,7 +24,6 @@ from bigtrain.models.equivalence.model_plan import ModelPlan
 from bigtrain.models.layers.adapter_names import borrowed_parameters, has_adapters
 from bigtrain.models.layers.compilation import compile_layers
 from bigtrain.models.layers.kernels import apply_kernels, fast_path_of
-from bigtrain.models.layers.recurrence.functions import has_replaced_functions
 from bigtrain.models.parallel.sharding import cut_parameter, is_expert
 from bigtrain.models.transformers_patches import modules_of_experts, trace_dora
 from bigtrain.settings.compatibility.facts import read_facts
@@ -205,6 +204,8 @@ def apply_layer_options(
 
         keeps_stacks_out = keep_stacks_out_of_graphs(model)
         trace_dora(model, weight_in_graph)
+    from bigtrain.models.layers.recurrence.functions import has_replaced_functions
+
     facts = read_facts(config, engine_config.deepspeed, None)
     # Parts of layers that are computed outside of graphs.
     counts_tokens = any(True for _ in modules_of_experts(model))

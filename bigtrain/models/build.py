@@ -127,12 +127,18 @@ def build_model(
         _settle_shapes_and_buffers(model, partitioning)
         if weights == "read":
             find_weights(section.path, hf_config, seed=seed).fill_model(model)
+    fit_grouped_products(model)
+    model.config.use_cache = False
+    return model
+
+
+def fit_grouped_products(model: PreTrainedModel) -> None:
+    """Let the experts of `model`, if there are any, be computed by products that take their
+    width."""
     if any(modules_of_experts(model)):
         from bigtrain.models.parallel.grouped_experts import fit_experts
 
         fit_experts(model)
-    model.config.use_cache = False
-    return model
 
 
 @torch.no_grad()

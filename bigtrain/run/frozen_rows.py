@@ -15,12 +15,9 @@ from bigtrain.data.shards.dataset import TokenDataset
 from bigtrain.errors import DataError, Problem
 from bigtrain.models.build import empty_model
 from bigtrain.models.configuration import scores_samples, text_config
-from bigtrain.models.layers.adapter_checks import SAVED_KEY
-from bigtrain.models.layers.adapter_targets import find_saved
 from bigtrain.models.layers.parameters import freeze, names_of
 from bigtrain.models.weights.import_hf import find_weights
 from bigtrain.models.weights.lazy_tensors import LazyTensor
-from bigtrain.models.weights.untrained_rows import untrained_rows
 from bigtrain.models.weights.weight_files import weight_files
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.system.user_cache import cached, key_of, source_of
@@ -44,6 +41,8 @@ def check_frozen_rows(
         return [], _padding_notes(hf_config, datasets)
     if grows or path is None or not Path(path).is_dir():
         return [], []
+    from bigtrain.models.weights.untrained_rows import untrained_rows
+
     model = empty_model(hf_config)
     frozen_tables = _frozen_tables(config, model)
     if not frozen_tables:
@@ -155,6 +154,8 @@ def _frozen_tables(config: RunConfig, model: Any) -> list[str]:
         freeze(model, config.model.frozen)
         trained = [module for module in _token_tables(model) if module.weight.requires_grad]
     else:
+        from bigtrain.models.layers.adapter_targets import find_saved
+
         saved_names, _ = find_saved(model, config.adapters)
         trained = [model.get_submodule(name) for name in saved_names]
     names_by_id = names_of(model.named_parameters(remove_duplicate=False))
@@ -188,6 +189,8 @@ def _problem(
         return Problem(
             "model.frozen", list(config.model.frozen), rule, f"train them, or {alternative}"
         )
+    from bigtrain.models.layers.adapter_checks import SAVED_KEY
+
     saved = list(config.adapters.modules_to_save)
     is_tied = len({id(module.weight) for module in _token_tables(model)}) == 1
     if is_tied:  # training a copy would untie them

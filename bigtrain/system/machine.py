@@ -1,4 +1,5 @@
-"""Cores, memory, threads, environment variables and library versions of this machine. Pure.
+"""Cores, memory, threads, environment variables, library versions and compilers of this machine.
+Pure.
 
 With a GPU one thread per rank is enough. Where the optimizer is offloaded to host memory, though,
 the CPU computes its update, and a launcher that gives each process one thread (torchrun sets
@@ -12,8 +13,11 @@ is never changed. All ranks of a run must share the versions; no library is impo
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +26,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import bigtrain
-from bigtrain.system.triton_build import triton_problem
 from bigtrain.system.world import ranks_here
 
 ROOT = Path("/")
@@ -184,6 +187,25 @@ def allocator_settings(environment: Mapping[str, str]) -> list[str]:
     # Setting the string replaces all settings, so the user's settings are repeated.
     repeated = [user_settings] if user_settings else []
     return [",".join([*repeated, *added[:number]]) for number in range(len(added), 0, -1)]
+
+
+def triton_problem() -> str:
+    """Return why Triton cannot build kernels on this host; empty if nothing is missing. It compiles
+    the launcher of each kernel with a C compiler and Python's headers, which slim images lack
+    (triton/runtime/build.py, 3.9)."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compiler = os.environ.get("CC")
+    if compiler is not None and shutil.which(compiler) is None:
+        return f"Triton needs a C compiler, and CC = {compiler!r} is none"
+    if compiler is None and not any(map(shutil.which, ("gcc", "clang"))):
+        return "Triton needs a C compiler, and there is neither gcc nor clang"
+    # Debian's own scheme names a folder that has no headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_path("include", scheme), "Python.h")
+    if not header.is_file():
+        return f"Triton needs Python's headers, and {header} is missing (Debian: python3-dev)"
+    return ""
 
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "bitsandbytes")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
 
-from bigtrain.system.triton_build import triton_problem
+from bigtrain.system.machine import triton_problem
 
 log = logging.getLogger(__name__)
 

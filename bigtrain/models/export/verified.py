@@ -22,7 +22,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from bigtrain.errors import ModelError, OutputError, one_line
-from bigtrain.models.build import build_model, empty_model, read_in_turn
+from bigtrain.models.build import (
+    build_model,
+    empty_model,
+    fit_grouped_products,
+    read_in_turn,
+)
 from bigtrain.models.configuration import (
     auto_class,
     load_hf_config,
@@ -32,7 +37,6 @@ from bigtrain.models.equivalence.parameter_plan import find_gradient_reach
 from bigtrain.models.export.base_record import BaseRecord
 from bigtrain.models.file_names import GENERATION_CONFIG
 from bigtrain.models.layers.multi_token import NAME as MTP
-from bigtrain.models.parallel.grouped_experts import fit_experts
 from bigtrain.models.text_ids import write_stop_ids
 from bigtrain.models.transformers_patches import without_progress
 from bigtrain.models.weights.checksums import write_checksums
@@ -181,7 +185,7 @@ def export_model(
             reloaded_config = AutoConfig.from_pretrained(temporary, trust_remote_code=False)
             model_class = auto_class(reloaded_config)
             model = model_class.from_pretrained(temporary, dtype=DTYPES[probe.dtype])
-            fit_experts(model)  # grouped products do not take every width
+            fit_grouped_products(model)
         notes += compare_logits(model, probe, output, coarsest_dtype, on_gpu=not is_sharded)
         del model  # frees memory: the next check reads weights again
         _verify_unprobed(temporary, weights, hf_config, probe, output)
@@ -241,7 +245,7 @@ def probe_of(
         if name in targets:
             targets[name].copy_(tensor.read() if isinstance(tensor, LazyTensor) else tensor)
     model.tie_weights()
-    fit_experts(model)  # grouped products do not take every width
+    fit_grouped_products(model)
     logits = model.eval()(input_ids=probe.input_ids, use_cache=False).logits.float()
     return Probe(probe.input_ids, logits, probe.dtype)
 

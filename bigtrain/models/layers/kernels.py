@@ -21,7 +21,7 @@ from bigtrain.settings.hf_config_keys import EXPERTS, number_of
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.model import ModelSection
 from bigtrain.system.extras import install_line
-from bigtrain.system.triton_build import triton_problem
+from bigtrain.system.machine import triton_problem
 
 _OPTIONS = {
     "rope": True,

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bigtrain.errors import LaunchError, Problem
-from bigtrain.run.reporting.accelerate_patches import standard_logging
 
 # Package to import and package to install, by accelerate's name of the tracker.
 _PACKAGES = {
@@ -61,6 +60,8 @@ class Trackers:
         self._trackers: dict[str, Any] = {}
         settings = flatten(run_config)
         for name in names:
+            from bigtrain.run.reporting.accelerate_patches import standard_logging
+
             try:
                 with standard_logging():
                     tracker = _make(name, directory, project, resume_step)
@@ -90,6 +91,8 @@ class Trackers:
 
     def _call(self, action: Callable[[Any], None]) -> None:
         for name, tracker in list(self._trackers.items()):
+            from bigtrain.run.reporting.accelerate_patches import standard_logging
+
             try:
                 with standard_logging():
                     action(tracker)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bigtrain.system import triton_build
-from bigtrain.system.triton_build import triton_problem
+from bigtrain.system import machine
+from bigtrain.system.machine import triton_problem
 
 
 @pytest.fixture
@@ -23,9 +23,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(sysconfig, "get_path", lambda _name, _scheme: str(headers))
-    monkeypatch.setattr(
-        triton_build.importlib.util, "find_spec", lambda name: ModuleSpec(name, None)
-    )
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: ModuleSpec(name, None))
     return folder
 
 
@@ -57,5 +55,5 @@ def test_headers_are_needed(commands: Path, tmp_path: Path) -> None:
 
 def test_triton_itself_is_needed(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_command(commands / "gcc")
-    monkeypatch.setattr(triton_build.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: None)
     assert triton_problem() == "Triton is not installed"
