@@ -397,7 +397,12 @@ MUTATIONS_OF_RANKS: dict[str, tuple[dict[str, tuple[str, str]], dict[str, Any], 
         "data 2",
     ),
     "the z-loss is a sum": (
-        {"models/experts.py": (" / sum(layer.shape[0] for layer in logits)", "")},
+        {
+            "models/experts.py": (
+                "torch.stack(layer_sums).sum() / num_rows",
+                "torch.stack(layer_sums).sum()",
+            )
+        },
         {"model": MIXTRAL, "moe": {"z_loss_coefficient": 0.01}},
         "data 2",
     ),

@@ -27,7 +27,7 @@ from bigtrain.models.equivalence.parameter_plan import (
     plan_parameters,
 )
 from bigtrain.models.layers.document_attention import Isolation
-from bigtrain.models.layers.kernels import may_compile
+from bigtrain.models.layers.kernels import may_compile, may_compile_loss
 from bigtrain.models.layers.parameters import check_frozen, freeze
 from bigtrain.models.layers.plans import (
     MAY_COMPILE,
@@ -264,7 +264,7 @@ def cached_model_plan(
         config.moe.model_dump(mode="json"),
         config.adapters and config.adapters.model_dump(mode="json"),
         [config.data.isolates, config.data.packing, config.batch.sequence_length],
-        [may_compile(config.model), config.objective.has_plain_entropies],
+        [may_compile(config.model), may_compile_loss(config, hf_config)],
         vars(plan),
     )
     if key is None:

@@ -10,9 +10,11 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
 from bigtrain.models.configuration import load_hf_config
-from bigtrain.models.equivalence import cache_key, loss, model_plan
+from bigtrain.models.equivalence import cache_key, model_plan
 from bigtrain.models.equivalence.cache_key import trial_key
 from bigtrain.models.equivalence.model_plan import cached_model_plan, choose
+from bigtrain.models.layers import kernels
+from bigtrain.settings.fast_path import ANY_CUDA
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
 from bigtrain.settings.sections.adapters import AdaptersSection
@@ -88,8 +90,8 @@ def test_a_compiler_and_terms_of_the_loss_make_another_trial(
         return model_plan.loss.kind
 
     assert loss_kind(config) == "plain"
-    for module in (model_plan, loss):
-        monkeypatch.setattr(module, "may_compile", lambda _section: True)
+    monkeypatch.setattr(kernels, "may_compile", lambda _section: True)
+    monkeypatch.setattr(kernels, "machine_of", lambda _device_type: ANY_CUDA)
     assert loss_kind(config) == "chunked"
     with_z_loss = config.objective.model_copy(update={"z_loss": 1e-4})
     assert loss_kind(config.model_copy(update={"objective": with_z_loss})) == "plain"
@@ -160,10 +162,10 @@ def test_another_library_or_processor_is_another_trial(
 ) -> None:
     before = trial_key(LlamaConfig(), "x")
     monkeypatch.setattr(
-        user_cache, "_build", lambda name: f"{name} {'2' if name == library else '1'}"
+        user_cache, "_fingerprint", lambda name: f"{name} {'2' if name == library else '1'}"
     )
     changed = trial_key(LlamaConfig(), "x")
-    monkeypatch.setattr(user_cache, "_build", lambda name: f"{name} 1")
+    monkeypatch.setattr(user_cache, "_fingerprint", lambda name: f"{name} 1")
     keys = {before, changed, trial_key(LlamaConfig(), "x")}
     monkeypatch.setattr(cache_key, "processor", lambda: "flags: amx_bf16")
     assert len(keys | {trial_key(LlamaConfig(), "x")}) == 4

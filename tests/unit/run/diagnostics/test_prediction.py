@@ -113,6 +113,6 @@ def test_a_calibrated_cpu_gets_a_rate_and_no_word_on_memory(
     rate = told.tokens_per_second
     assert rate is not None
     assert told.beside(rate * 2, 123.0) == [f"predicted {rate:,.0f} tokens/s (-50%)"]
-    monkeypatch.setattr(user_cache, "_build", lambda library: f"{library} of another day")
+    monkeypatch.setattr(user_cache, "_fingerprint", lambda library: f"{library} of another day")
     assert prediction().tokens_per_second is None  # it was measured with other libraries
     assert told.memory.context == pytest.approx(0.05 * told.memory.allocated)
