@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 import orjson
 
-from bigtrain.data.documents.formats import batched
+from bigtrain.data.documents.formats import document_batches
 from bigtrain.data.tokenizers.encoders import FAST_ENCODERS, ReferenceEncoder
 from bigtrain.data.tokenizers.tokenizer import load_tokenizer
 
@@ -45,7 +45,8 @@ def main(path: str, tokenizer: str, library: str, form: str) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cpu_began, began = time.process_time(), time.perf_counter()
-        for _ in pool.map(encode, [contents] if form == "one_call" else batched([contents])):
+        batches = [contents] if form == "one_call" else document_batches([contents])
+        for _ in pool.map(encode, batches):
             pass
         print(json.dumps([time.process_time() - cpu_began, time.perf_counter() - began]))
 

@@ -309,7 +309,8 @@ class KubernetesArguments(LaunchArguments):
 
     def _memory_checkpoint_bytes(self) -> float | None:
         """Return the bytes of a node's /dev/shm that checkpoints in memory need, as predicted by
-        `bigtrain check`; None if they are unknown. Raises ConfigError."""
+        `bigtrain check`; None if the model's costs are unknown. Raises ConfigError for the run's
+        own files."""
         from bigtrain.python_api.planning import predicted_run
         from bigtrain.settings.resolve import largest_phase, resolve_run_files
 
@@ -324,7 +325,7 @@ class KubernetesArguments(LaunchArguments):
         if resolved.config.checkpoint.memory is None:
             return 0.0
         try:
-            predicted, _ = predicted_run(largest_phase(resolved), None)
+            predicted, _ = predicted_run(largest_phase(resolved), device=None)
         except (ConfigError, ModelError):
             return None
         assert predicted.memory_checkpoints is not None

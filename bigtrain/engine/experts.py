@@ -123,7 +123,8 @@ class RouterLosses:
         self.aux_coefficient = float(coefficient) if is_on else 0.0
         self._section, self._replicas = section, replicas
         self._top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
-        # In the step so far: tokens of every expert, and all tokens.
+        # In the step so far: tokens of every expert, and rows of router logits (tokens times
+        # layers) in the last element.
         self._counts: torch.Tensor | None = None
         if section.z_loss_coefficient:
             config.output_router_logits = True

@@ -76,6 +76,8 @@ class Recorder:
     """Values that this rank has recorded since they were last taken."""
 
     def __init__(self) -> None:
+        # By name of a metric: how its values are joined, the joined values (a sum for the mean),
+        # and the sum of their weights.
         self._reductions: dict[str, Reduction] = {}
         self._totals: dict[str, Any] = {}
         self._weights: dict[str, float] = {}

@@ -150,7 +150,7 @@ class ObjectiveKind(Generic[FieldsT]):
         """Return the problems of settings without a meaning for samples in separate rows."""
         if self.rows is None:
             return []
-        rule = f"{self.rows.padded} is a row of its own, padded at the end"
+        rule = f"{self.rows.padded_unit} is a row of its own, padded at the end"
         return [
             Problem(f"data.{name}", value, rule, f"data.{name}={json.dumps(unset)}")
             for name, value, unset in (

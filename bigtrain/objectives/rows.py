@@ -51,7 +51,7 @@ class AnswerRows:
     encode: function of a chat encoder, documents, checks and names of labels that returns
     `bigtrain.data.chat.preferences.EncodedRows`. samples: class of the samples of a split.
 
-    padded: what is padded to a row of the model's input. learned: what ``--learn last`` would
+    padded_unit: what is padded to a row of the model's input. learned: what ``--learn last`` would
     select from. summary, document: `bigtrain inspect` on a dataset and on a document. identity:
     name in the identity of training data. missing: refusal of data without these rows, which
     objective {} reads; for_next_token: refusal of data with these rows in a run of next_token.
@@ -65,7 +65,7 @@ class AnswerRows:
     parse: str
     encode: str
     samples: str
-    padded: str
+    padded_unit: str
     learned: str
     summary: str
     document: str

@@ -118,15 +118,15 @@ def _key(point: Point) -> str:
 
 
 @cache
-def _reordered(config: str, division: StepDivision | None) -> Sequence[TrainingTrace]:
-    return train_reordered(RunConfig.model_validate_json(config), division)
+def _reordered(config_json: str, division: StepDivision | None) -> Sequence[TrainingTrace]:
+    return train_reordered(RunConfig.model_validate_json(config_json), division)
 
 
 @cache
 def _reference(
-    config: str, sum_dtype: torch.dtype | None, division: StepDivision | None
+    config_json: str, sum_dtype: torch.dtype | None, division: StepDivision | None
 ) -> Sequence[TrainingTrace]:
-    return train_reference(RunConfig.model_validate_json(config), sum_dtype, division)
+    return train_reference(RunConfig.model_validate_json(config_json), sum_dtype, division)
 
 
 def train_points(

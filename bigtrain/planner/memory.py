@@ -434,10 +434,12 @@ class _LossBytes:
 
 
 def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes: int) -> _LossBytes:
-    """Return the bytes of the loss. Full logits remain in the layers' backward pass; chunks keep
-    the gradient of the hidden states, of `hidden_bytes`."""
+    """Return the bytes of the loss. Full logits remain in the layers' backward pass. A loss in
+    chunks also computes the gradient of the hidden states, of `hidden_bytes`, while it has
+    logits."""
     num_tokens, head_sum_bytes = layout.tokens_per_micro_batch, 0.0
-    # Gradients of hidden states and head, per further loss, kept until the backward pass.
+    # Gradients of hidden states and head that each further loss, of multi-token prediction, keeps
+    # until the backward pass.
     further_bytes = hidden_bytes + model.element_bytes * model.vocabulary_size * model.hidden_size
     further_bytes *= model.num_further_losses
     # Further losses are computed in chunks, also where one chunk has all tokens.
@@ -449,24 +451,30 @@ def _loss_bytes(model: ModelCosts, layout: Layout, engine: Engine, hidden_bytes:
         if model.trains_head:
             # Gradients of the head are added up over the chunks.
             head_elements = model.vocabulary_size * model.hidden_size / layout.tensor_size
-            # A chunk's gradient in float32 and the sum; of Liger's kernel, and of one chunk, there
-            # is only a gradient in 16 bits.
+            # Of several chunks: the sum and a chunk's gradient, both in float32. Of one chunk, and
+            # of Liger's kernel: one gradient in the dtype of the head.
             has_sum = sums_chunks and layout.loss_kernels != "liger"
-            head_sum_bytes = (8.0 if has_sum else model.element_bytes) * head_elements
+            head_sum_bytes = (4.0 + 4.0 if has_sum else model.element_bytes) * head_elements
     num_logits = num_tokens * model.vocabulary_size
-    if not engine.is_deepspeed:
+    if not engine.is_deepspeed:  # as fitted to published runs of other engines
         logit_bytes = engine.logit_bytes_cut / layout.tensor_size + engine.logit_bytes_whole
         return _LossBytes(head_sum_bytes + num_logits * logit_bytes, 0.0)
-    # Logits, their logarithms, and their gradients; float32 except for 16-bit logits. A
-    # compiled loss keeps logits and gradients in the logits' dtype; Liger's kernel writes gradients
-    # over the logits. Further losses are not compiled. Every tensor-parallel rank has all columns,
-    # in addition to its shard and the gather buffer.
-    added_bytes = {"operators": 12.0, "compiled": float(model.element_bytes), "liger": 0.0}
+    # Bytes of a logit in addition to the logit itself.
+    added_bytes = {
+        # In float32: a copy, its logarithm of the softmax, and the gradient.
+        "operators": 12.0,
+        # The gradient, in the dtype of the logit.
+        "compiled": float(model.element_bytes),
+        # The gradient is written over the logit.
+        "liger": 0.0,
+    }
+    # Further losses are not compiled.
     kernels = layout.loss_kernels
     if kernels == "compiled" and model.num_further_losses > 0:
         kernels = "operators"
     logits_bytes = num_logits * (model.element_bytes + added_bytes[kernels])
     if layout.tensor_size > 1:
+        # Every rank gathers all columns: the buffer of the gather, and the rank's own columns.
         logits_bytes += num_logits * model.element_bytes * (1 + 1 / layout.tensor_size)
     if is_chunked:
         peak = head_sum_bytes + logits_bytes + hidden_bytes + further_bytes

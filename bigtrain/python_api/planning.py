@@ -184,7 +184,9 @@ def plan(
 
 
 def _loaded(config: Config, overrides: Sequence[str], *, longest: bool, writes: bool) -> RunConfig:
-    """Return the run with `overrides`. Raises ConfigError for one that a plan would not hold."""
+    """Return the run with `overrides`. Raises ConfigError for overrides that the plan would not
+    keep: with `longest` the plan chooses the batch; unless it `writes` a run, settings without
+    influence on a layout change nothing."""
     from bigtrain.planner.constraints import batch_settings, repeated_settings, unused_settings
 
     loaded, problems = load_config(config, *overrides), repeated_settings(overrides)

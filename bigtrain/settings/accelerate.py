@@ -76,13 +76,13 @@ class AccelerateSettings:
             update["model"] = config.model.model_copy(update={"compile": "on"})
         return config.model_copy(update=update)
 
-    def fill_micro_batch(self, config: RunConfig, data_size: int) -> RunConfig:
+    def fill_micro_batch(self, config: RunConfig, num_data_ranks: int) -> RunConfig:
         """Return `config` with the micro-batch size that gives the answered accumulation, if it
         sets none."""
         accumulation = self.tree.get("gradient_accumulation_steps")
         if not isinstance(accumulation, int) or "micro_batch_size" in config.batch.model_fields_set:
             return config
-        samples_per_rank, remainder = divmod(config.batch.samples_per_step, data_size)
+        samples_per_rank, remainder = divmod(config.batch.samples_per_step, num_data_ranks)
         if remainder or samples_per_rank % accumulation:
             return config  # the batch plan, or the comparison with the answers, reports it
         micro_batch_size = samples_per_rank // accumulation

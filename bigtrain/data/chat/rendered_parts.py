@@ -293,6 +293,7 @@ def _with_stripped_kind(
 ) -> ChatPart:
     """Return `part`; reasoning becomes `STRIPPED` if the template writes it in a conversation that
     ends with its message."""
+    # Messages are numbered from 1.
     if part.part_kind != REASONING or part.message is None or part.message == len(messages):
         return part
     messages_to_part = messages[: part.message]

@@ -85,7 +85,7 @@ class DocumentReader:
     def text_batches(self) -> Iterator[list[str]]:
         """Yield texts in lists of about a million bytes. Raise DataError with file and line of
         unreadable documents; see `RejectedDocuments`."""
-        for contents in batched(self.blocks()):
+        for contents in document_batches(self.blocks()):
             yield [content.decode("utf-8") for content in contents]
 
     def blocks(self) -> Iterator[list[bytes]]:
@@ -101,7 +101,7 @@ class DocumentReader:
             self.bytes_done = finished_bytes
 
 
-def batched(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+def document_batches(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
     """Yield the documents of `blocks` in lists of about `BATCH_BYTES`, or of `BATCH_DOCUMENTS`."""
     batch: list[bytes] = []
     batch_bytes = 0

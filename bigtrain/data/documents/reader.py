@@ -179,7 +179,7 @@ class PartReader(ABC):
 
     @abstractmethod
     def _blocks(self) -> Iterator[list[bytes]]:
-        """Yield the blocks; `blocks` adds the file name to `READ_ERRORS`."""
+        """Yield the blocks. May raise `READ_ERRORS`, to which `blocks` adds the file's name."""
 
     def _hash_part(self) -> None:
         """Hash the bytes of the part, and what else `layout` covers."""

@@ -182,7 +182,8 @@ def decoder_of(inspected: Inspected, tokenizer: Path | None) -> Decoder | None:
 
 
 def _describe_texts(manifest: Manifest) -> str:
-    """Describe how plain-text documents begin and end."""
+    """Describe how documents without a chat template begin and end."""
+    # Rows of token ids are read with the options of chats.
     if manifest.options.chat and manifest.options.chat_format == "tokens":
         return "rows of tokens as they were, with nothing added"
     tokenizer = manifest.tokenizer

@@ -22,7 +22,7 @@ import xxhash
 
 from bigtrain.data.chat.encoder import ChatEncoder, EncodedChats
 from bigtrain.data.chat.preferences import encode_rows, without_long_prompts
-from bigtrain.data.documents.formats import batched, part_reader
+from bigtrain.data.documents.formats import document_batches, part_reader
 from bigtrain.data.documents.reader import BadDocument, ReadOptions, RejectedDocuments
 from bigtrain.data.shards.format import Mask, Tokens, Weights
 from bigtrain.data.shards.manifest import LABELED, LONG_PROMPT, SPLITS, Split
@@ -299,7 +299,7 @@ class _UnitReader:
         """Yield documents, and the numbers of documents to compare with the reference encoder."""
         # The reference itself needs no comparison.
         sampler = None if self.job.encoder is self.job.reference else CheckSampler()
-        for contents in batched(self._blocks()):
+        for contents in document_batches(self._blocks()):
             yield contents, sampler.choose(contents) if sampler else Checks()
 
     def _blocks(self) -> Iterator[list[bytes]]:

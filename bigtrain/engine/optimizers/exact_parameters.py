@@ -67,6 +67,9 @@ class ExactParameters:
                 give_properties(module, properties)
 
     def _property(self, name: str, leaf: str) -> property:
+        """Return a property that hides the parameter `leaf` of a module, and is its float32 value:
+        gradients reach the parameter."""
+
         def read(module: nn.Module) -> torch.Tensor:
             parameter = own_parameter(module, leaf)
             value: torch.Tensor = _Exact.apply(parameter, self.values[name])  # type: ignore[no-untyped-call]

@@ -28,8 +28,8 @@ def run_once(layers: Sequence[nn.Module], on_repeat: Callable[[int, int], None])
         def forward(*args: Any, **kwargs: Any) -> Any:
             key = (structure, _call_key(args), _call_key(kwargs))
             if key in outputs:
-                first, output = outputs[key]
-                on_repeat(index, first)
+                first_index, output = outputs[key]
+                on_repeat(index, first_index)
                 return output
             output = plain_forward(*args, **kwargs)
             outputs[key] = (index, output)

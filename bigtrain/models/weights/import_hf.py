@@ -268,7 +268,9 @@ def _load(
         weight_mapping=get_model_conversion_mapping(model),
     )
     with quiet_transformers():
-        info, _ = convert_and_load_state_dict_in_model(model, dict(lazy_tensors), settings, None)
+        info, _ = convert_and_load_state_dict_in_model(
+            model, dict(lazy_tensors), settings, disk_offload_index=None
+        )
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     problems = [
         f"{_describe(name, origins)} has shape {list(stored_shape)}, the model's {name} "
@@ -280,19 +282,19 @@ def _load(
         for name, text in sorted(info.conversion_errors.items())
     ]
     # Files may have either name of a tied parameter, or both with equal values.
-    for target, origin in model.all_tied_weights_keys.items():
-        missing_names = {target, origin} & info.missing_keys
+    for tied_name, source_name in model.all_tied_weights_keys.items():
+        missing_names = {tied_name, source_name} & info.missing_keys
         if len(missing_names) == 1:
             info.missing_keys -= missing_names
         elif not missing_names and not torch.equal(
-            model.get_parameter(target), model.get_parameter(origin)
+            model.get_parameter(tied_name), model.get_parameter(source_name)
         ):
             problems.append(
-                f"{_describe(target, origins)} and {_describe(origin, origins)} are tied in this "
-                "configuration and hold different values -> set tie_word_embeddings: false"
+                f"{_describe(tied_name, origins)} and {_describe(source_name, origins)} are tied "
+                "in this configuration and hold different values -> set tie_word_embeddings: false"
             )
-    # Some models declare parameters that they initialize randomly if missing, and
-    # `drop_expected_keys` drops these; pretrained weights must be complete.
+    # Drop the keys that the class expects to be missing or unexpected, except for parameters that
+    # it would initialize randomly: pretrained weights must be complete.
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     missing_parameters = info.missing_keys & parameter_names
     drop_expected_keys(model, info)
@@ -314,6 +316,7 @@ def _load(
                 f"{source} is {str(source.dtype).removeprefix('torch.')}, the model's {name} needs "
                 "float64, float32, bfloat16 or float16"
                 for source in tensor.origin.sources()
+                # Integers, and floating point of 8 bits.
                 if isinstance(source, StoredTensor) and not source.is_plain
             ]
     return problems

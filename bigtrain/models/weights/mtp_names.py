@@ -60,6 +60,7 @@ class MtpNames:
         """Return the names of an architecture; None if none is known."""
         text = model.config.get_text_config()
         num_layers = int(getattr(text, "num_mtp_layers", 0) or 0)
+        # Regular expressions, of which one with the number of a layer is found by its text.
         patterns = ignored_keys(model)
         is_numbered = any(re.search(r"layers\\?\.\\?\d", pattern) for pattern in patterns)
         is_single = any(re.match(pattern, f"{NAME}.fc.weight") for pattern in patterns)

@@ -34,6 +34,7 @@ class KtoLoss(ObjectiveLoss):
         return int((labels[0::2] != IGNORED_LABEL).any(-1).sum())
 
     def trained(self, batch: MicroBatch) -> MicroBatch:
+        """Return the rated answers: every other row, of which the next one is mismatched."""
         return batch.every_second(0)
 
     @torch.no_grad()

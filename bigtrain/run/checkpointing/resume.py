@@ -241,9 +241,10 @@ class Recovery:
 
     def roll_back(self, state: TrainState) -> TrainState:
         """Restore the engine from the newest checkpoint without a bad step before it. Collective;
-        no save may be in progress. Returns that checkpoint's step, with the samples after
-        `state`'s. Raises TrainingError on every rank without a good checkpoint, and after
-        ``guard.max_rollbacks`` rollbacks to one checkpoint."""
+        no save may be in progress. Returns `state` at the step of that checkpoint: the data
+        continues after `state.samples`, so that the samples since are skipped. Raises TrainingError
+        on every rank if there is no good checkpoint, and after ``guard.max_rollbacks`` rollbacks to
+        one checkpoint."""
         context, section = self.context, self.context.config.guard
         if context.config.sites is not None:
             raise TrainingError(

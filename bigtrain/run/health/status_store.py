@@ -162,7 +162,8 @@ class StatusStore:
         return None
 
     def last_known(self) -> dict[int, Position]:
-        """Return the last position that each rank reported before the alarm."""
+        """Return the last position that each rank reported in a step, by rank. After an alarm ranks
+        answer instead."""
         return self._read("place") or {}
 
     def finish(self) -> None:
@@ -319,14 +320,16 @@ def diagnose_alone(position: Position, hosts: Sequence[str]) -> Diagnosis:
 
 
 def _diagnosis(
-    ranks: Sequence[int], lines: list[str], answers: Mapping[int, Position]
+    lagging_ranks: Sequence[int], lagging_lines: list[str], answers: Mapping[int, Position]
 ) -> Diagnosis:
-    waiting = [str(answers[rank]) for rank in sorted(answers) if rank not in ranks]
+    """Return the diagnosis that `lagging_ranks`, described by `lagging_lines`, keep all other ranks
+    of `answers` waiting."""
+    waiting = [str(answers[rank]) for rank in sorted(answers) if rank not in lagging_ranks]
     # Show few of the waiting ranks, which are in equal positions; there may be thousands.
     waiting_lines = waiting[:_NUM_SHOWN_RANKS]
     if len(waiting) > _NUM_SHOWN_RANKS:
         waiting_lines.append(f"and {len(waiting) - _NUM_SHOWN_RANKS} more")
-    text_lines = ["lagging:", *(f"  {line}" for line in lines)]
+    text_lines = ["lagging:", *(f"  {line}" for line in lagging_lines)]
     if waiting_lines:
         text_lines += ["waiting:", *(f"  {line}" for line in waiting_lines)]
-    return Diagnosis(tuple(sorted(ranks)), "\n".join(text_lines))
+    return Diagnosis(tuple(sorted(lagging_ranks)), "\n".join(text_lines))

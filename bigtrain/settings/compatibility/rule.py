@@ -88,6 +88,7 @@ class Rule:
         fact, fix = self.features[0].fact, self.fix or self.features[0].off_text()
         value = self.value(facts) if self.value else getattr(facts, fact.name)
         return Problem(
+            # ``ds:`` marks a key of the DeepSpeed JSON, whose file is the source.
             fact.key.replace("ds:", f"{facts.source}: "),
             ", ".join(value) if isinstance(value, tuple) else value,
             self.reason if isinstance(self.reason, str) else self.reason(facts),

@@ -257,8 +257,8 @@ def check_refused_blocks(
 
 
 def has_other_optimizer(raw: Mapping[str, Any]) -> bool:
-    """Return whether the JSON has an optimizer that no run has, as "OneBitAdam". The problem of its
-    type is enough: its parameters are not checked."""
+    """Return whether the JSON has an optimizer that no run has, as "OneBitAdam". Callers then
+    report only its type, and do not check its parameters."""
     name = value_at(raw, "optimizer.type", AUTO)
     return isinstance(name, str) and name.lower() not in (*_ADAM_NAMES, AUTO, *OPTIMIZERS)
 
