@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -77,13 +77,10 @@ def may_compile(section: ModelSection) -> bool:
 def may_compile_loss(config: RunConfig, hf_config: PreTrainedConfig) -> bool:
     """Return whether the loss of chunks may be compiled on this machine: with the layers, by the
     rules that the run's own settings tell."""
-    section = config.model
-    if not (may_compile(section) and config.objective.has_plain_entropies):
+    if not (may_compile(config.model) and config.objective.has_plain_entropies):
         return False
-    num_experts = number_of(hf_config.get_text_config().to_dict(), EXPERTS)
-    facts = read_facts(config, {}, None) | Facts(num_experts=num_experts)
-    machine = machine_of("cuda" if section.compile == "auto" else "cpu")
-    return choose_fast_path(section, facts, machine, str(hf_config.model_type)).compiles
+    device_type = "cuda" if config.model.compile == "auto" else "cpu"
+    return _fast_path(config, {}, hf_config, device_type).compiles
 
 
 def fast_path_of(
@@ -95,10 +92,21 @@ def fast_path_of(
 ) -> FastPath:
     """Return how the layers of a run compute on this machine's devices. `compilation`: of the run's
     model plan."""
+    return _fast_path(config, engine.deepspeed, hf_config, device_type, compilation.refusal)
+
+
+def _fast_path(
+    config: RunConfig,
+    deepspeed: Mapping[str, Any],
+    hf_config: PreTrainedConfig,
+    device_type: str,
+    compilation_refusal: str = "",
+) -> FastPath:
+    """Return `choose_fast_path` of the facts of a run. deepspeed: rendered, empty if unknown."""
     num_experts = number_of(hf_config.get_text_config().to_dict(), EXPERTS)
-    facts = read_facts(config, engine.deepspeed, None) | Facts(num_experts=num_experts)
+    facts = read_facts(config, deepspeed, None) | Facts(num_experts=num_experts)
     machine, model_type = machine_of(device_type), str(hf_config.model_type)
-    return choose_fast_path(config.model, facts, machine, model_type, compilation.refusal)
+    return choose_fast_path(config.model, facts, machine, model_type, compilation_refusal)
 
 
 def apply_kernels(model: PreTrainedModel) -> None:
