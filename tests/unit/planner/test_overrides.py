@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from bigtrain.planner.tables.hardware import find_device
 from bigtrain.python_api.planning import _request, plan
 from bigtrain.settings.loading import load_run_config
 from bigtrain.settings.run_config import RunConfig
+from tests.support.plan_folders import enter_folder_with_base
 
 MODEL = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128,
@@ -123,12 +123,8 @@ def folder(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """A working directory with a base; a model is traced once for all tests."""
-    shared = tmp_path_factory.getbasetemp() / "overrides-cache"
-    monkeypatch.setenv("BIGTRAIN_CACHE", str(shared))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps(MODEL))
-    return tmp_path
+    cache = tmp_path_factory.getbasetemp() / "overrides-cache"
+    return enter_folder_with_base(tmp_path, MODEL, cache, monkeypatch)
 
 
 def test_every_used_setting_is_one_of_a_run_and_has_another_value() -> None:

@@ -14,6 +14,7 @@ from bigtrain.planner.tables.hardware import find_device
 from bigtrain.python_api.planning import plan, predicted_run
 from bigtrain.settings.resolve import resolve_run
 from bigtrain.settings.run_config import RunConfig
+from tests.support.plan_folders import enter_folder_with_base
 
 MODEL = {
     "model_type": "llama", "vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128,
@@ -77,12 +78,8 @@ def folder(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """A working directory with a base; a model is traced once for all tests."""
-    shared = tmp_path_factory.getbasetemp() / "written-cache"
-    monkeypatch.setenv("BIGTRAIN_CACHE", str(shared))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "config.json").write_text(json.dumps(MODEL))
-    return tmp_path
+    cache = tmp_path_factory.getbasetemp() / "written-cache"
+    return enter_folder_with_base(tmp_path, MODEL, cache, monkeypatch)
 
 
 def differences(folder: Path, gpus: str, sections: dict[str, Any], *overrides: str) -> list[str]:
