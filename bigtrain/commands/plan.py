@@ -101,7 +101,8 @@ def run(args: PlanArguments) -> int:
 
 
 def _unread(args: PlanArguments) -> list[Problem]:
-    """Return a problem for every argument that is not read beside the others."""
+    """Return a problem for every argument that is given and not read together with the other
+    arguments."""
     if args.evaluate is not None:
         mode, read = "--evaluate", {"evaluate", "output"}
     elif args.calibrate:
@@ -117,9 +118,9 @@ def _unread(args: PlanArguments) -> list[Problem]:
             continue
         if field.name == "overrides":
             key = " ".join(args.overrides)
-        shown = None if field.name == "overrides" or value is True else value
-        shown = str(shown) if isinstance(shown, Path) else shown
-        problems.append(Problem(key, shown, f"is not read by {mode}", "omit it"))
+        shown_value = None if field.name == "overrides" or value is True else value
+        shown_value = str(shown_value) if isinstance(shown_value, Path) else shown_value
+        problems.append(Problem(key, shown_value, f"is not read by {mode}", "omit it"))
     return problems
 
 

@@ -92,15 +92,15 @@ def unused_settings(
 def _changes_section(
     path: str, overrides: Sequence[str], config: Callable[[Sequence[str]], RunConfig] | None
 ) -> bool:
-    """Return whether the override of the dotted `path` adds its section to a run without, or, as a
-    section, changes used settings that it does not name."""
+    """Return whether the override of the dotted `path` adds its section to a run that
+    has none, or, as a section, changes used settings that it does not name."""
     if config is None:
         return False
     name = path.partition(".")[0]
     try:
         changed = getattr(config(overrides), name, None)
-        others = [each for each in overrides if each.partition("=")[0] != path]
-        before = getattr(config(others), name, None)
+        other_overrides = [text for text in overrides if text.partition("=")[0] != path]
+        before = getattr(config(other_overrides), name, None)
     except ConfigError:  # a run that needs the override
         return False
     if before is None or "." in path:

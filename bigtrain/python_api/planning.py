@@ -79,9 +79,9 @@ class Plan:
         if not 1 <= choose <= len(self.fitting):
             rule = f"{len(self.fitting)} layouts fit"
             raise ConfigError(Problem("--choose", choose, rule, f"1 to {len(self.fitting)}"))
-        chosen = self.fitting[choose - 1]
+        candidate = self.fitting[choose - 1]
         named = None if self.chooses_engine else self.config.engine.deepspeed_config
-        return run_and_engine(self.config, chosen.layout, chosen.loss, named)
+        return run_and_engine(self.config, candidate.layout, candidate.loss, named)
 
     def write(self, directory: str | Path, choose: int | None = None) -> Path:
         """Write ``run.yaml`` and ``deepspeed.json`` of line `choose` into `directory`, and return
@@ -193,7 +193,9 @@ def _loaded(config: Config, overrides: Sequence[str], *, longest: bool, writes: 
     if longest:
         problems += batch_settings(overrides)
     if not writes:
-        problems += unused_settings(overrides, lambda kept: load_config(config, *kept))
+        problems += unused_settings(
+            overrides, lambda some_overrides: load_config(config, *some_overrides)
+        )
     if problems:
         raise ConfigError(problems, "the plan")
     return loaded
@@ -254,8 +256,9 @@ def _cluster(
         device, measured = load_calibration(Path(hardware))
         if device.is_cpu != (name.lower() == "cpu"):
             rule = f"is not the device of --hardware {hardware}"
-            kind = "CPU" if device.is_cpu else device.name
-            raise ConfigError(Problem("--gpus", devices, rule, f"--gpus {number}x{kind}"))
+            calibrated_name = "CPU" if device.is_cpu else device.name
+            remedy = f"--gpus {number}x{calibrated_name}"
+            raise ConfigError(Problem("--gpus", devices, rule, remedy))
     else:
         device = find_device(name)
         measured = cpu_engine() if device.is_cpu else None
@@ -358,10 +361,10 @@ def _teacher_costs(config: RunConfig, named: Mapping[str, Any] | None) -> Teache
     try:
         model, _ = model_costs(run)
     except ConfigError as error:
-        raise ConfigError([of_teacher(config, each) for each in error.problems]) from error
+        raise ConfigError([of_teacher(config, problem) for problem in error.problems]) from error
     fields_of, optimizer = derived_fields(run, named), optimizer_costs(run.optimizer)
 
-    def beside(layout: Layout) -> Layout:
+    def layout_of_teacher(layout: Layout) -> Layout:
         has_stages = layout.pipeline_size > 1
         return Layout(
             **Degrees.degrees(layout),
@@ -376,7 +379,7 @@ def _teacher_costs(config: RunConfig, named: Mapping[str, Any] | None) -> Teache
             **fields_of(layout.zero_stage, layout.offload_optimizer, has_stages),
         )
 
-    return TeacherCosts(model, beside)
+    return TeacherCosts(model, layout_of_teacher)
 
 
 def _refuse_as_check(
@@ -399,20 +402,20 @@ def _refuse_as_check(
 def _unmet(
     request: SearchSpace, config: RunConfig, cluster: Cluster, overrides: Sequence[str]
 ) -> list[Problem]:
-    """Return the overrides without any of which there would be layouts, with the values that the
-    others leave to them."""
+    """Return the overrides without any of which there would be layouts, with the values that all
+    other overrides allow."""
     from bigtrain.planner.constraints import FIELDS, settings_of
     from bigtrain.planner.legal_layouts import legal_values
 
     problems = []
     for setting in settings_of(overrides):
         name = FIELDS[setting][0]
-        held = value = request.required[name]
+        required_value = value = request.required[name]
         values = legal_values(request, cluster.num_devices, cluster.device.devices_per_node, name)
         words = "this value"
         if setting == "engine.deepspeed_config":
-            value, words = config.engine.deepspeed_config, f"its ZeRO stage {held}"
-        if values and held not in values:
+            value, words = config.engine.deepspeed_config, f"its ZeRO stage {required_value}"
+        if values and required_value not in values:
             rule = f"no layout on {cluster.num_devices} devices has {words}"
             remedy = f"possible with the other settings: {', '.join(map(str, values))}"
             problems.append(Problem(setting, value, rule, remedy))
@@ -429,8 +432,8 @@ def _no_layout(
 
     # What is wrong with the DeepSpeed JSON that an override names, is wrong in every layout.
     problems = check_compatibility(request.facts | Facts(world_size=1))
-    of_json = [problem for problem in problems if problem.key.startswith(request.facts.source)]
-    problems = of_json or _unmet(request, config, cluster, overrides) or problems
+    json_problems = [p for p in problems if p.key.startswith(request.facts.source)]
+    problems = json_problems or _unmet(request, config, cluster, overrides) or problems
     if problems:
         return problems
     batch = config.batch.samples_per_step

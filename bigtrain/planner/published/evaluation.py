@@ -52,8 +52,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
             reader.fieldnames = names = [name.strip() for name in reader.fieldnames or ()]
-            if found := _header_problem(names):
-                raise refusal(*found)
+            if rule_and_remedy := _header_problem(names):
+                raise refusal(*rule_and_remedy)
             empty = dict.fromkeys(COLUMNS, "")
             for row in reader:
                 if None in row:  # under which csv puts what is beyond the header
@@ -74,7 +74,7 @@ def _header_problem(names: Sequence[str]) -> tuple[str, str] | None:
     remedy = "give it the columns that docs/planner.md lists"
     if not any(names):
         return "has no header", remedy
-    separator = next((each for each in ";\t|" if each in names[0]), None)
+    separator = next((character for character in ";\t|" if character in names[0]), None)
     if len(names) == 1 and separator is not None:
         return f"has columns separated by {separator!r}", "separate them by commas"
     if repeated := [name for name, count in Counter(names).items() if name and count > 1]:
